@@ -5,6 +5,10 @@
 A batch has four optimizer steps. Each read from the run's files takes `--disk_ms` longer than it
 does here, which simulates a slow disk, and computing an optimizer step is simulated by a wait of
 `--step_ms`. Both loaders give the same arrays, which is checked.
+
+In stages of static data, a batch begins with drawing its rows, which reads their records too. Two
+more figures are the seconds of a batch for which training waits for this: drawn when they are
+needed, and drawn while the batch before is trained on (`StreamBatches`). Both draw the same rows.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
+import statistics
 import tempfile
 import time
 
@@ -26,6 +31,8 @@ from jaxrl_llm.core.records.sample import Finish, Sample, Segment, encode
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.data.load import PackedStep, RowLoader
+from jaxrl_llm.data.streams import RowStream
+from jaxrl_llm.master.batches import StreamBatches
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.replay.segments import write_segment
 from jaxrl_llm.rollout.api import Completion
@@ -102,6 +109,35 @@ async def exposed(
   return waited, steps
 
 
+def slowed_stream(directory: pathlib.Path, rows: int, seconds: float) -> RowStream:
+  """Returns a stream of all rows, whose reads take longer."""
+  stream = RowStream(directory, 'rows.arrayrecord', rows=rows, seed=0)
+  draw = stream.next
+
+  def slow():
+    time.sleep(seconds * rows)
+    return draw()
+
+  stream.next = slow
+  return stream
+
+
+async def drawn(stream: RowStream, *, ahead: bool) -> tuple[float, list[list[Row]]]:
+  """Returns the seconds for which a batch, other than the first, waits for its rows to be drawn,
+  and the rows of each batch.
+  """
+  batches, waits, rows = StreamBatches(stream), [], []
+  async with batches.running():
+    for step in range(_STEPS):
+      batches.advance(step, step)
+      before = time.perf_counter()
+      rows.append((await batches.next())[0] if ahead else stream.next())
+      waits.append(time.perf_counter() - before)
+      await asyncio.sleep(_STEPS * _STEP_MS.value / 1e3)
+      batches.trained(StepPlan(step=step, stage='x', rows=tuple(rows[-1])))
+  return statistics.mean(waits[1:]), rows
+
+
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise UserError(f'argument {argv[1]!r} is not a flag')
@@ -119,6 +155,13 @@ def main(argv: list[str]) -> None:
       for a, b in zip(jax.tree.leaves(before.chunks), jax.tree.leaves(after.chunks), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     print('all arrays are equal')
+    rows_of = {}
+    for ahead in (False, True):
+      stream = slowed_stream(pathlib.Path(name), _ROWS.value, _DISK_MS.value / 1e3)
+      waited, rows_of[ahead] = asyncio.run(drawn(stream, ahead=ahead))
+      print(f'rows drawn {"ahead" if ahead else "when needed"}: {waited:.2f} s of waiting')
+    assert rows_of[False] == rows_of[True]
+    print('all rows are equal')
 
 
 if __name__ == '__main__':

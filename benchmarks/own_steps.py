@@ -30,6 +30,16 @@ from jaxrl_llm.rollout.api import Request, Weights
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig, EmbeddedEngine
 from jaxrl_llm.weights.hf import load_params, read_spec
 
+GROUPS = {
+  'grpo, groups': 'groups',
+  'grpo, groups with short prompts': 'short_groups',
+  'grpo, groups of lognormal lengths': 'lognormal_groups',
+}
+"""Files of works in which eight rows have the same prompt."""
+APART = ', prompts not shared'
+"""End of the name of such a work if each row computes its own prompt."""
+TREE_TOKENS = 1600
+"""Approximate number of tokens of a micro-batch of groups."""
 RAGGED_CHUNKS = 2
 """Chunks of a micro-batch with sequences of unequal lengths: each chunk fits the longest."""
 
@@ -39,8 +49,16 @@ def read_rows(path: pathlib.Path, *, pairs: bool = False) -> list[Row]:
   tokens = np.split(rows['tokens'], np.cumsum(rows['lengths'])[:-1])
   parts = zip(tokens, rows['prompt_lens'].tolist(), rows['advantages'].tolist(), strict=True)
   return [
-    Row(row, prompt_len, label=(1, -1)[i % 2] if pairs else 0, advantage=advantage)
-    for i, (row, prompt_len, advantage) in enumerate(parts)
+    Row(
+      row,
+      prompt_len,
+      label=(1, -1)[i % 2] if pairs else 0,
+      advantage=advantage,
+      group=int(group) if group >= 0 else None,
+    )
+    for i, ((row, prompt_len, advantage), group) in enumerate(
+      zip(parts, rows['groups'].tolist(), strict=True)
+    )
   ]
 
 
@@ -63,6 +81,10 @@ class Side:
       'logprobs': self._logprobs,
       'dpo': self._dpo,
       'generate': self._generate,
+      **{work: lambda file=file: self._groups(file) for work, file in GROUPS.items()},
+      **{
+        work + APART: lambda file=file: self._groups(file, False) for work, file in GROUPS.items()
+      },
     }
     made = {}
 
@@ -84,6 +106,21 @@ class Side:
 
   def _grpo(self, name: str, chunks: int):
     batch = self._batch(name, chunks)
+    learner = self._learner(batch)
+    return lambda: learner.step(batch).stats['actor/grad_norm'].total
+
+  def _groups(self, name: str, shared: bool = True):
+    rows = read_rows(self.folder / f'{name}.npz')
+    longest = max(len(row.tokens) for row in rows)
+    prompts = {row.group: row.prompt_len for row in rows}
+    sizes = dict.fromkeys(prompts, 1)
+    for row in rows:
+      sizes[row.group] += len(row.tokens) - row.prompt_len + 1
+    tree = max(size + prompts[group] for group, size in sizes.items())
+    chunk_len = -(-(tree if shared else longest) // 8) * 8
+    batch = pack_rows(
+      rows, chunks=max(1, TREE_TOKENS // chunk_len), chunk_len=chunk_len, shared=shared
+    )
     learner = self._learner(batch)
     return lambda: learner.step(batch).stats['actor/grad_norm'].total
 

@@ -56,7 +56,7 @@ def alternated(works: Sequence[Callable[[], object]], rounds: int) -> list[float
       work()
       if number:
         found.append(time.perf_counter() - before)
-  return [statistics.median(found) for found in seconds]
+  return [statistics.median(times) for times in seconds]
 
 
 def main(argv: list[str]) -> None:

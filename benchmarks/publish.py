@@ -1,11 +1,12 @@
 """Speed of publishing weights, beside plain copies and writes on the same machine in the same run.
 
-  .venv/bin/python benchmarks/publish.py [--megabytes=400] [--rounds=8] [--server]
+  .venv/bin/python benchmarks/publish.py [--megabytes=400] [--rounds=8] [--changed=0.01] [--server]
 
 Per dtype, gigabytes of parameters per second (medians): a memcpy into existing memory, NumPy's own
 cast and write of the same tensors to the same folder, and `PublicationFolder.write` (cast, digest,
-write, rename). --server starts one real vLLM server and loads each publication into it: how long it
-was paused, and how much of that was loading.
+write, rename). --changed also publishes versions as deltas, of which each changes this share of the
+elements. --server starts one real vLLM server and loads each publication into it: how long it was
+paused, and how much of that was loading.
 """
 
 import asyncio
@@ -34,6 +35,9 @@ from jaxrl_llm.weights.layout import dtype_of
 _MEGABYTES = flags.DEFINE_integer('megabytes', 400, 'Of float32 parameters, about.')
 _ROUNDS = flags.DEFINE_integer(
   'rounds', 8, 'Publications of each kind; the first three warm up.', lower_bound=4
+)
+_CHANGED = flags.DEFINE_float(
+  'changed', None, 'Share of the elements that change between two versions that are deltas.'
 )
 _FOLDER = flags.DEFINE_string('folder', '/dev/shm', 'Where to publish.')
 _SERVER = flags.DEFINE_bool('server', False, 'Also load each publication into a real vLLM server.')
@@ -107,11 +111,48 @@ def measure(
     f'{published:.2f}: {published / memcpy:.2f} of memcpy, {published / numpy:.2f} of NumPy'
   )
   if publish is not None:
-    medians = (1e3 * statistics.median(seconds[name][_WARM_UP:]) for name in ('paused', 'loaded'))
-    print(
-      '  a server was paused {:.0f} ms per publication, {:.0f} ms of it for checking and '
-      'loading'.format(*medians)
-    )
+    report_pauses(seconds)
+  folder.close()
+  if _CHANGED.value is not None:
+    measure_deltas(dtype, leaves, spec, root, publish)
+
+
+def report_pauses(seconds: dict[str, list[float]]) -> None:
+  medians = (1e3 * statistics.median(seconds[name][_WARM_UP:]) for name in ('paused', 'loaded'))
+  print(
+    '  a server was paused {:.0f} ms per publication, {:.0f} ms of it for checking and '
+    'loading'.format(*medians)
+  )
+
+
+def measure_deltas(
+  dtype: str, leaves: dict[str, np.ndarray], spec: ModelSpec, root: pathlib.Path, publish
+) -> None:
+  rng = np.random.default_rng(0)
+  folder = PublicationFolder(
+    root / 'deltas', spec, dtype=dtype, full_every=_ROUNDS.value + _WARM_UP
+  )
+  seconds, nbytes = {'publish': [], 'paused': [], 'loaded': []}, []
+  for step in range(_ROUNDS.value):
+    for leaf in leaves.values():
+      flat = leaf.reshape(-1)
+      flat[rng.random(flat.size, np.float32) < _CHANGED.value] *= -1
+    took, publication = timed(lambda step=step: folder.write(Version(1, step), leaves.items()))
+    seconds['publish'].append(took)
+    nbytes.append(publication.sent_bytes)
+    if publish is not None:
+      paused, loaded = publish(publication)
+      seconds['paused'].append(paused)
+      seconds['loaded'].append(loaded)
+    folder.keep_only(publication)
+  published = rate(sum(leaf.nbytes for leaf in leaves.values()), seconds['publish'])
+  share = statistics.median(nbytes[_WARM_UP:]) / publication.nbytes
+  print(
+    f'{dtype}, deltas: publish {published:.2f} GB/s, {share:.4f} of the bytes with '
+    f'{publication.changed_fraction:.4f} of the elements'
+  )
+  if publish is not None:
+    report_pauses(seconds)
   folder.close()
 
 

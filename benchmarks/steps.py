@@ -15,7 +15,10 @@ sides.
 
 Works: grpo: loss, gradient, clipping, AdamW. dpo: the same on 32 pairs, and the reference's
 logprobs. logprobs: those of the completions. generate: 64 completions of 64 tokens, without a stop
-token.
+token. groups, short_groups, lognormal_groups: grpo on 64 rows of which eight have the same prompt,
+of 256 + 64 and of 32 + 64 tokens, and of 256 tokens with completions of lognormal lengths (mean
+125, longest 256); each with the prompt computed once per group, and once per row as there. Their
+lines also give the peak memory of a call above the memory of the process before the call.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import own_steps
 from absl import flags
-from updates import SHAPES, Learner, lognormal_lengths, random_rows
+from updates import SHAPES, Learner, Row, grouped_rows, lognormal_lengths, random_rows
 
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError
@@ -40,7 +44,17 @@ from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.weights.hf import export
 
-WORKS = ('logprobs', 'generate', 'grpo', 'grpo, lognormal lengths', 'dpo')
+GROUPS = {file: (work, work + own_steps.APART) for work, file in own_steps.GROUPS.items()}
+"""Works on the rows of each file of groups: with shared prompts, and without."""
+WORKS = (
+  'logprobs',
+  'generate',
+  'grpo',
+  'grpo, lognormal lengths',
+  'dpo',
+  *sum(GROUPS.values(), ()),
+)
+GROUP_SIZE = 8
 HERE = pathlib.Path(__file__).parent
 
 _PEERS = flags.DEFINE_string('peers', '.venv-peers', 'Environment of TRL and Tunix.')
@@ -49,7 +63,9 @@ _ROUNDS = flags.DEFINE_integer(
 )
 _AGAINST = flags.DEFINE_list('against', ['trl', 'tunix'], 'Libraries.')
 _WORKS = flags.DEFINE_list(
-  'works', ['logprobs', 'generate', 'grpo', 'lognormal', 'dpo'], 'What is measured.'
+  'works',
+  ['logprobs', 'generate', 'grpo', 'lognormal', 'dpo', *GROUPS],
+  'What is measured.',
 )
 _CHUNKS = flags.DEFINE_integer('chunks', 16, 'Rows of a micro-batch here.')
 _TRL_MICRO_BATCH = flags.DEFINE_integer('trl_micro_batch', 64, 'Rows of a micro-batch there.')
@@ -67,6 +83,8 @@ class Size(NamedTuple):
   new: int
   longest: int
   """Maximum number of tokens, prompt included, for lognormal lengths."""
+  long_prompt: int
+  """Number of prompt tokens of the groups whose prompts are long."""
 
 
 class Side:
@@ -123,13 +141,29 @@ def write_job(folder: pathlib.Path, spec: ModelSpec, size: Size) -> None:
   }
   for name, of in lengths.items():
     rows = random_rows(of, prompt_len=size.prompt_len, vocab=spec.vocab_size)
-    np.savez(
-      folder / f'{name}.npz',
-      tokens=np.concatenate([row.tokens for row in rows]),
-      lengths=of,
-      prompt_lens=[row.prompt_len for row in rows],
-      advantages=[row.advantage for row in rows],
-    )
+    write_rows(folder / f'{name}.npz', rows)
+  completions = {
+    'groups': (size.long_prompt, [size.new] * size.rows),
+    'short_groups': (size.prompt_len, [size.new] * size.rows),
+    'lognormal_groups': (
+      size.long_prompt,
+      [min(n, size.longest // 2) for n in lognormal_lengths(size.rows, longest=size.longest)],
+    ),
+  }
+  for name, (prompt_len, of) in completions.items():
+    rows = grouped_rows(of, group_size=GROUP_SIZE, prompt_len=prompt_len, vocab=spec.vocab_size)
+    write_rows(folder / f'{name}.npz', rows)
+
+
+def write_rows(path: pathlib.Path, rows: list[Row]) -> None:
+  np.savez(
+    path,
+    tokens=np.concatenate([row.tokens for row in rows]),
+    lengths=[len(row.tokens) for row in rows],
+    prompt_lens=[row.prompt_len for row in rows],
+    advantages=[row.advantage for row in rows],
+    groups=[-1 if row.group is None else row.group for row in rows],
+  )
 
 
 def compare(own: Side, peer: Side, works: list[str]) -> None:
@@ -148,16 +182,22 @@ def compare(own: Side, peer: Side, works: list[str]) -> None:
       for side in (own, peer):
         costs[side.name].append(side.do(work))
     least = {
-      name: {kind: min(c[kind] for c in found) for kind in ('wall', 'cpu')}
+      name: {kind: min(c[kind] for c in found) for kind in ('wall', 'cpu', 'memory')}
       for name, found in costs.items()
     }
     ours, theirs = least[own.name], least[peer.name]
     print(
       f'{work}: {peer.name} {theirs["wall"]:.2f} s, {theirs["cpu"]:.2f} CPU-s; here '
       f'{ours["wall"]:.2f} s, {ours["cpu"]:.2f} CPU-s; ratio {theirs["wall"] / ours["wall"]:.2f}, '
-      f'CPU {theirs["cpu"] / ours["cpu"]:.2f} (both found {first[0]:.5g} and {first[1]:.5g})',
+      f'CPU {theirs["cpu"] / ours["cpu"]:.2f} (both found {first[0]:.5g} and {first[1]:.5g})'
+      + (memory(theirs['memory'], ours['memory']) if work.startswith('grpo, groups') else '')
+      + f'; load {os.getloadavg()[0]:.1f}',
       flush=True,
     )
+
+
+def memory(theirs: float, ours: float) -> str:
+  return f'; peak memory {theirs / 1e6:.0f} MB there, {ours / 1e6:.0f} MB here'
 
 
 def main(argv: list[str]) -> None:
@@ -168,13 +208,12 @@ def main(argv: list[str]) -> None:
     raise UserError(
       f'--peers: no {python}; make it by bash launch/install_peers.sh, or name where it is'
     )
-  known = {'lognormal': 'grpo, lognormal lengths'}
-  wanted = [known.get(work, work) for work in _WORKS.value]
-  if unknown := [work for work in wanted if work not in WORKS]:
-    raise UserError(
-      f'--works: {unknown[0]!r} is unknown; wanted some of logprobs, generate, grpo, lognormal, dpo'
-    )
-  size = Size(8, 8, 16, 48) if _TINY.value else Size(64, 32, 64, 512)
+  works = {work: (work,) for work in ('logprobs', 'generate', 'grpo', 'dpo')}
+  works |= {'lognormal': ('grpo, lognormal lengths',), **GROUPS}
+  if unknown := [name for name in _WORKS.value if name not in works]:
+    raise UserError(f'--works: {unknown[0]!r} is unknown; wanted some of {", ".join(works)}')
+  wanted = {work for name in _WORKS.value for work in works[name]}
+  size = Size(8, 8, 16, 48, 24) if _TINY.value else Size(64, 32, 64, 512, 256)
   peers = {'trl': ('S', _TRL_MICRO_BATCH.value), 'tunix': ('T', _TUNIX_MICRO_BATCH.value)}
   for name in _AGAINST.value:
     if name not in peers:

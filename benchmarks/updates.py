@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 from jaxrl_llm.batching.chunks import Chunks, shapes
 from jaxrl_llm.batching.packing import Packing, pack
 from jaxrl_llm.batching.plan import plan_shape
+from jaxrl_llm.batching.trees import Branch, pack_trees, seen_until, sorted_prefixes
 from jaxrl_llm.learner.algorithm import Loss, Setting
 from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
 from jaxrl_llm.learner.policy_gradient import policy_gradient
@@ -60,6 +61,8 @@ class Row(NamedTuple):
   label: int = 0
   """1: chosen; -1: rejected, follows its chosen row; 0: not part of a pair."""
   advantage: float = 0.0
+  group: int | None = None
+  """Rows of equal group may share a prefix; None: with its pair at most."""
 
 
 class Batch(NamedTuple):
@@ -94,28 +97,65 @@ def random_rows(
   ]
 
 
-def pack_rows(rows: Sequence[Row], *, chunks: int, chunk_len: int, apart: bool = False) -> Batch:
+def grouped_rows(
+  lengths: Sequence[int], *, group_size: int, prompt_len: int, vocab: int, seed: int = 0
+) -> list[Row]:
+  """Returns rows of random tokens in which `group_size` consecutive rows have the same prompt.
+
+  Args:
+    lengths: number of completion tokens of each row.
+  """
+  rng = np.random.default_rng(seed)
+  rows = []
+  for i, length in enumerate(lengths):
+    if i % group_size == 0:
+      prompt = rng.integers(3, vocab, prompt_len)
+    tokens = np.concatenate([prompt, rng.integers(3, vocab, length)]).astype(np.int32)
+    advantage = float(rng.standard_normal())
+    rows.append(Row(tokens, prompt_len, advantage=advantage, group=i // group_size))
+  return rows
+
+
+def pack_rows(
+  rows: Sequence[Row], *, chunks: int, chunk_len: int, apart: bool = False, shared: bool = False
+) -> Batch:
   """Packs rows into the batch of one optimizer step, on the default device.
 
   Args:
     chunks: chunks per micro-batch.
     chunk_len: tokens per chunk.
     apart: gives each row its own padded chunk.
+    shared: whether rows share prefixes.
   """
   unit, lengths = 2 if rows[0].label else 1, [len(row.tokens) for row in rows]
   units = [list(range(i, i + unit)) for i in range(0, len(rows), unit)]
   sizes = [chunk_len] * len(rows) if apart else lengths
-  packing = pack(sizes, units=units, ranks=1, chunks=chunks, chunk_len=chunk_len)
-  shape = plan_shape(rows=len(rows), ranks=1, chunks=chunks, chunk_len=chunk_len, unit=unit)
-  per_step = shapes(shape.micro_batches, chunks, time=chunk_len, segments=shape.segments)
+  size = dict(ranks=1, chunks=chunks, chunk_len=chunk_len)
+  packing = (
+    pack_trees(sizes, _families(rows, units), units=units, **size)
+    if shared
+    else pack(sizes, units=units, **size)
+  )
+  shape = plan_shape(rows=len(rows), **size, unit=unit, longest=max(sizes), shares_prefixes=shared)
+  per_step = shapes(
+    shape.micro_batches,
+    chunks,
+    time=chunk_len,
+    segments=shape.segments,
+    shares_prefixes=shared,
+  )
   arrays = {name: np.zeros(array.shape, array.dtype) for name, array in per_step.items()}
   arrays['temperature'][:] = 1.0
   pairs: collections.Counter[int] = collections.Counter()
+  last = seen_until(packing)
   for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
     chunk, start = (int(packing.micro_batch[i]), int(packing.chunk[i])), int(packing.offset[i])
-    at, trained = (*chunk, slice(start, start + length)), np.arange(length) >= row.prompt_len
-    arrays['tokens'][at] = row.tokens
-    arrays['positions'][at] = np.arange(length)
+    positions = np.arange(packing.first[i], length)
+    at, trained = (*chunk, slice(start, start + len(positions))), positions >= row.prompt_len
+    arrays['tokens'][at] = row.tokens[positions]
+    arrays['positions'][at] = positions
+    if shared:
+      arrays['seen_until'][at] = last[i]
     arrays['segment_ids'][at] = packing.segment[i]
     arrays['loss_mask'][at] = arrays['reported'][at] = trained
     arrays['advantages'][at] = np.where(trained, row.advantage, 0.0)
@@ -128,6 +168,21 @@ def pack_rows(rows: Sequence[Row], *, chunks: int, chunk_len: int, apart: bool =
     )
   used = jnp.asarray(packing.micro_batches, jnp.int32)
   return Batch(Chunks(**jax.tree.map(jnp.asarray, arrays)), used, packing)
+
+
+def _families(rows: Sequence[Row], units: Sequence[Sequence[int]]) -> list[list[Branch]]:
+  """Returns the groups, or the pairs, as `pack_trees` takes them."""
+  families: dict[int, list[int]] = collections.defaultdict(list)
+  for unit, members in enumerate(units):
+    for i in members:
+      families[unit if rows[i].group is None else rows[i].group].append(i)
+  return [
+    [
+      Branch(members[i], min(common, rows[members[i]].prompt_len - 1))
+      for i, common in sorted_prefixes([rows[i].tokens for i in members])
+    ]
+    for members in families.values()
+  ]
 
 
 def one_device() -> Mesh:

@@ -1,9 +1,9 @@
-"""The quickstart with rollouts of older weights: its GRPO one step off, or at bounds of 2, 4 and 8
-updates.
+"""The quickstart with asynchronous rollouts: GRPO one step off-policy, or at a staleness bound of
+2, 4 or 8 updates.
 
-The variant names the bound, and after a plus sign the loss: decoupled (the default: the proximal
-policy is the one that trains, importance weights correct for the sampler's) or naive (PPO's ratio
-against the sampler, as if it were fresh).
+The variant is the bound, optionally followed by a plus sign and the loss: 'decoupled' (the default:
+the proximal policy is the policy before the update, and importance weights correct for the sampler)
+or 'naive' (PPO's ratio is taken with respect to the sampler, as if its weights were current).
 
 Paper:     AReaL, arXiv:2505.24298 (the bound; the decoupled loss is of arXiv:2110.00641).
 Command:   python launch/train.py --config=configs/asynchronous.py:bound_4

@@ -1,6 +1,6 @@
-"""Four domains in one run, each with scorers of its own: code in a sandbox, math by a rule and a
-reward model, school questions by a judge, places in pictures by their boxes (the policy reads text
-alone).
+"""Four domains in one run, each with its own scorers: code is run in a sandbox, math is scored by a
+rule and a reward model, school questions by a judge, and locations in images by their boxes (the
+policy itself reads only text).
 
 Command:   python launch/serve.py --role=reward --model=DIR   (another terminal; prints its address)
            python launch/train.py --config=\

@@ -1,10 +1,10 @@
-"""DPO on the quickstart's task: pairs of a right and a wrong answer, written down or made of the
+"""DPO on the quickstart's task: pairs of a right and a wrong answer, from templates or from the
 policy's rollouts.
 
-'pairs' (the default) learns from static pairs, the word reversed against the word copied. 'online'
-samples groups and pairs the shortest correct answer with a wrong one, or with a correct one 1.5
-times as long (Kimi k1.5, arXiv:2501.12599, section 2.4). 'rejection' imitates the shortest correct
-answer instead (there too).
+'pairs' (the default) learns from static pairs, in which the reversed word is preferred to the
+copied word. 'online' samples groups, and pairs the shortest correct answer with a wrong one, or
+with a correct one at least 1.5 times as long (Kimi k1.5, arXiv:2501.12599, section 2.4).
+'rejection' instead imitates the shortest correct answer (same section).
 
 Paper:     Rafailov et al. 2023 (arXiv:2305.18290).
 Command:   python launch/train.py --config=configs/dpo.py:online
@@ -31,7 +31,8 @@ def get_config(variant: str = 'pairs') -> Config:
     raise ValueError(f'variant {variant!r}: there are pairs, online, rejection')
   config = quickstart.get_config()
   sft, grpo = config.stages
-  # Without a little imitation the likelihood of right answers falls along with that of wrong ones.
+  # Without a little imitation, the likelihood of right answers falls together with that of wrong
+  # ones.
   dpo = AlgorithmConfig(name='dpo', options={'sft_loss_coef': 0.2} if variant == 'pairs' else {})
   optimizer = OptimizerConfig(peak_lr=1e-4, b2=0.99)
   if variant == 'pairs':

@@ -1,4 +1,4 @@
-"""The relatives of GRPO on the quickstart's task; the variant names the algorithm.
+"""Algorithms related to GRPO on the quickstart's task. The variant is the name of the algorithm.
 
 Paper:     in the algorithm's own documentation: python launch/train.py --list
 Command:   python launch/train.py --config=configs/grpo.py:gspo
@@ -22,7 +22,7 @@ VARIANTS = {
   'reinforce_plus_plus': {},
   'reinforce_plus_plus_baseline': {},
 }
-"""Options of each."""
+"""Options of each algorithm, keyed by variant."""
 
 
 def get_config(name: str = 'grpo') -> Config:

@@ -1,5 +1,5 @@
-"""GSM8K from JSONL files: SFT on its solutions, then GRPO on its answers, with a tiny model made
-here.
+"""GSM8K from JSONL files: SFT on its solutions, then GRPO on its answers, with a tiny, randomly
+initialised model.
 
 Command:   python launch/train.py --config=configs/gsm8k.py:DIRECTORY
            DIRECTORY holds train.jsonl and test.jsonl.

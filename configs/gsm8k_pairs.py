@@ -1,8 +1,8 @@
-"""DPO and a reward model from pairs of a right and a wrong solution of the same GSM8K question.
+"""DPO and a reward model from pairs of a right and a wrong solution to the same GSM8K question.
 
-Three runs: 'sft' learns to write solutions from the training questions; 'dpo' and 'reward_model'
-start from it and learn from the pairs, whose questions are those of the test split, dealt into five
-folds by question: one is held out.
+There are three runs. 'sft' learns to write solutions to the training questions. 'dpo' and
+'reward_model' start from its result and learn from pairs. The questions of the pairs are those of
+the test split, divided into five folds, of which one is held out.
 
 Command:   python launch/train.py --config=configs/gsm8k_pairs.py:sft,DIRECTORY
            python launch/train.py --config=configs/gsm8k_pairs.py:dpo,DIRECTORY \

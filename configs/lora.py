@@ -1,9 +1,9 @@
-"""The quickstart's task with adapters: a base that copies words learns to spell them backward, its
-weights untouched.
+"""The quickstart's task with LoRA adapters: a base model that copies words learns to spell them
+backward, while its own weights stay fixed.
 
-'base' makes what the adapters stand on: a policy from nothing that imitates copying, in full. The
-default then trains adapters on it by SFT on the quickstart's demonstrations, 40 % of them right,
-and by GRPO.
+The variant 'base' trains the base model: a randomly initialised policy that learns to copy words,
+with all weights trained. The default variant then trains adapters on this model, by SFT on the
+quickstart's demonstrations, of which 40 % are right, and by GRPO.
 
 Paper:     Hu et al. 2021 (arXiv:2106.09685).
 Command:   python launch/train.py --config=configs/lora.py:base
@@ -31,6 +31,6 @@ def get_config(variant: str = 'adapters') -> Config:
   policy = dataclasses.replace(
     config.policy, init_from='runs/lora_base', lora=LoraConfig(rank=32, alpha=64)
   )
-  # Adapters bear, and want, a higher rate than the weights that they change.
+  # Adapters tolerate, and need, a higher learning rate than full weights.
   faster = dataclasses.replace(grpo, optimizer=dataclasses.replace(grpo.optimizer, peak_lr=1e-3))
   return dataclasses.replace(config, name='lora', policy=policy, stages=(sft, faster))

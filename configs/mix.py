@@ -1,7 +1,9 @@
-"""MIX where GRPO has no signal: the starting policy copies the word, and never spells it backward.
+"""MIX on a task on which GRPO has no signal: the initial policy copies the word, and never spells
+it backward.
 
-Three variants from the same start: 'mix' (rollouts and 200 expert rows in one update), 'grpo'
-(rollouts alone: nothing to learn from) and 'sft' (the expert rows alone: a plateau).
+Three variants start from the same policy: 'mix' (rollouts and 200 expert rows in one update),
+'grpo' (only rollouts, which give no signal) and 'sft' (only the expert rows, with which accuracy
+reaches a plateau).
 
 Paper:     Trinity-RFT (arXiv:2505.17826), section 3.3.
 Command:   python launch/train.py --config=configs/mix.py:mix

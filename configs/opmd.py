@@ -23,7 +23,8 @@ def get_config(task: str = '') -> Config:
     name='opmd',
     algorithm=AlgorithmConfig(name='opmd', options={'tau': 0.1}),
     minibatches=4,
-    # A fresh Adam's first steps have the size of the rate in every coordinate: it has to be small.
+    # The learning rate is small, because the first steps of a newly initialised Adam have the size
+    # of the rate in every coordinate.
     optimizer=OptimizerConfig(peak_lr=1e-4, b2=0.99),
   )
   return dataclasses.replace(config, name='opmd', stages=(sft, opmd))

@@ -21,12 +21,13 @@ def get_config(task: str = '') -> Config:
   ppo = dataclasses.replace(
     grpo,
     name='ppo',
-    # The critic alone for 120 batches: what it explains of the returns rises there, and falls again
-    # as the policy's mistakes get rare.
+    # For 120 batches, only the critic is trained. The share of the returns' variance that it
+    # explains rises during this time, and falls later, as the policy's mistakes become rare.
     algorithm=AlgorithmConfig(name='ppo', options={'clip_ratio_high': 0.28, 'critic_warmup': 120}),
     steps=260,
     minibatches=4,
-    # No groups: a critic learns more of 256 words than of 32 words eight times over.
+    # Groups have one sample, because a critic learns more from 256 different words than from 32
+    # words that are attempted eight times each.
     source=Rollouts(tasksets=('train',), groups_per_batch=256, group_size=1),
     optimizer=OptimizerConfig(peak_lr=3e-4, schedule='linear', end_lr_fraction=0.1, b2=0.99),
     critic=CriticConfig(optimizer=OptimizerConfig(peak_lr=1e-3, b2=0.99)),

@@ -1,7 +1,9 @@
-"""The quickstart: a policy from nothing learns to spell words backward, by SFT and then GRPO.
+"""The quickstart: a randomly initialised policy learns to spell words backward, by SFT and then
+GRPO.
 
-Demonstrations are of mixed quality: 40 % are right, 60 % copy the word. SFT imitates both; the
-verifier tells GRPO which is wanted. Start and end are fixed by the data, not by stopping early.
+Demonstrations are of mixed quality: 40 % are right, and 60 % copy the word. SFT imitates both
+kinds. In GRPO, the verifier rewards only right answers. Where SFT ends and GRPO starts is therefore
+determined by the data and not by early stopping.
 
 Command:   bash launch/quickstart.sh
            bash launch/quickstart.sh --config=configs/quickstart.py:number_sorting  (a second task)
@@ -58,9 +60,9 @@ DEMONSTRATIONS = {
   'spell_backward': ('{answer}', '{word}'),
   'number_sorting': ('[{sorted_numbers:csv}]', '[{original_numbers:csv}]'),
 }
-"""Templates of right and of wrong demonstrations."""
+"""Templates of right and wrong demonstrations, keyed by task."""
 LENGTHS = {'spell_backward': (6, 7), 'number_sorting': (13, 14)}
-"""Longest prompt and answer, in tokens."""
+"""Maximum lengths of prompt and answer in tokens, keyed by task."""
 
 
 def get_config(task: str = '') -> Config:
@@ -80,8 +82,8 @@ def get_config(task: str = '') -> Config:
         num_key_value_heads=2,
         head_dim=32,
         rope_theta=1e4,
-        # Tied to a vocabulary of 30, the embedding would have to serve two ends: spelling stays
-        # below 0.7.
+        # With a vocabulary of only 30 tokens, a tied embedding cannot serve as input and output
+        # matrix at once: accuracy stays below 0.7.
         tie_word_embeddings=False,
       ),
     ),

@@ -1,9 +1,9 @@
-"""The quickstart with replay: a batch of its GRPO is 4 new groups and 12 earlier ones, each used 4
-times at most.
+"""The quickstart with replay: each GRPO batch consists of 4 new groups and 12 earlier ones. A group
+is used at most 4 times.
 
-A quarter of the rollouts, then. Earlier groups are drawn by priority = version - 2 · uses
-(Trinity-RFT's queue), and rest for a batch after each use; the decoupled loss corrects for their
-age.
+The run therefore generates a quarter of the rollouts. Earlier groups are drawn by priority =
+version - 2 · uses (Trinity-RFT's queue), and are not drawn again in the batch after a use. The
+decoupled loss corrects for their age.
 
 Paper:     Trinity-RFT, arXiv:2505.17826.
 Command:   python launch/train.py --config=configs/replay.py

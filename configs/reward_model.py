@@ -1,5 +1,5 @@
-"""A reward model from pairs of a right and a wrong answer: the word reversed against the word
-copied.
+"""A reward model trained on pairs of a right and a wrong answer: the reversed word and the copied
+word.
 
 Paper:     Bradley and Terry 1952; Ouyang et al. 2022 (arXiv:2203.02155), section 3.5.
 Command:   python launch/train.py --config=configs/reward_model.py

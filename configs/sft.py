@@ -1,8 +1,8 @@
-"""Chat SFT on a checkpoint: conversations in, an assistant out.
+"""Chat SFT of a checkpoint on conversations.
 
-The rows of the file are conversations (`messages`, with system prompts, several turns, tool calls),
-prompts with completions, or texts; the loss covers the assistant's turns. A fifth of the prompts is
-held out, and the loss on them is measured (`val-core/held_out/sft_loss`).
+The rows of the file are conversations (`messages`, with system prompts, several turns and tool
+calls), prompts with completions, or texts. The loss covers the assistant's turns. One fifth of the
+prompts are held out, and evaluations measure the loss on them (`val-core/held_out/sft_loss`).
 
 Command:   python launch/train.py --config=configs/sft.py:ROWS.jsonl --config.policy.init_from=DIR
            python docs/start/chat_sft.py makes rows and a tiny checkpoint, trains and chats.

@@ -1,5 +1,5 @@
-"""Models of real sizes with random weights: GRPO as it would be compiled for accelerators, not as
-it would be learned.
+"""Models of realistic sizes with random weights, for compiling GRPO for accelerators without
+training.
 
 Papers:    Qwen2.5 (arXiv:2412.15115), whose shapes these are.
 Command:   python launch/train.py --config=configs/sizes.py:1.5b --dry_run --topology=v5e:4x4

@@ -1,8 +1,8 @@
-"""A real model: SmolLM2-135M-Instruct learns to say the next number, by GRPO.
+"""A pretrained model: SmolLM2-135M-Instruct learns to state the next number, by GRPO.
 
-Sampled at temperature 1, it is right about four times in ten, as `jaxrl curate` measures; neither
-copying the question nor a constant answer earns anything. The first variant trains all weights,
-'lora' adapters of rank 16.
+Sampled at temperature 1, the initial model is right about four times in ten, as measured by `jaxrl
+curate`. Neither copying the question nor a constant answer is rewarded. The default variant trains
+all weights, and the variant 'lora' trains adapters of rank 16.
 
 Command:   bash launch/prepare_smollm2.sh; docs/start/smollm2.md writes the rows
            python launch/train.py --config=configs/smollm2.py[:lora]

@@ -9,7 +9,8 @@ __version__ = '0.1.0'
 
 
 def __getattr__(name: str) -> Any:
-  # Deferred, because importing a module of the package must not import what the public names need.
+  # The import is deferred, because importing a module of this package must not import the
+  # dependencies of all public names.
   if name == 'api' or (name.startswith('__') and name != '__all__'):
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   public = importlib.import_module(f'{__name__}.api')

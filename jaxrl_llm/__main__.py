@@ -1,4 +1,6 @@
-"""`python -m jaxrl_llm NAME ...`: the console command `jaxrl` where it is not on the PATH."""
+"""`python -m jaxrl_llm NAME ...` runs the console command `jaxrl`, which need not be on the
+PATH.
+"""
 
 import sys
 

@@ -10,13 +10,17 @@ import importlib
 from typing import Any
 
 _NAMES = (
-  # Runs from Python
+  # Running from Python.
   ('jaxrl_llm.app.training', 'TrainResult train load_config'),
   # Configurations
   (
     'jaxrl_llm.app.schema',
-    'AlgorithmConfig Config CriticConfig Demonstrations Examples ExpertsConfig LearnerConfig '
-    'Pairs PastConfig PolicyConfig PreferenceSource Recorded RolloutConfig Rollouts StageConfig',
+    'AlgorithmConfig Config CriticConfig LearnerConfig PolicyConfig PreferenceSource '
+    'RolloutConfig StageConfig',
+  ),
+  (
+    'jaxrl_llm.app.sources',
+    'Demonstrations Examples ExpertsConfig Pairs PastConfig Recorded Rollouts Stored',
   ),
   ('jaxrl_llm.core.net.front', 'FrontConfig'),
   ('jaxrl_llm.core.net.registry', 'RegistryConfig'),
@@ -33,6 +37,7 @@ _NAMES = (
   ('jaxrl_llm.rewards.api', 'RewardsConfig ScorerConfig'),
   ('jaxrl_llm.rollout.auxiliary', 'AuxiliaryConfig'),
   ('jaxrl_llm.rollout.embedded.engine', 'EmbeddedConfig'),
+  ('jaxrl_llm.rollout.embedded.speculation', 'SpeculationConfig'),
   ('jaxrl_llm.rollout.explorers.crew', 'ExplorersConfig'),
   ('jaxrl_llm.rollout.repetition', 'RepetitionDetection'),
   ('jaxrl_llm.rollout.vllm.server', 'VllmConfig'),
@@ -51,7 +56,7 @@ _NAMES = (
   ('jaxrl_llm.core.records.score', 'Score'),
   # Workflows
   ('jaxrl_llm.rollout.workflow', 'Rollout SingleTurn Workflow completion_text'),
-  ('jaxrl_llm.rollout.episodes.episode', 'Episode OutOfTokens Turn'),
+  ('jaxrl_llm.rollout.episodes.episode', 'Episode EpisodeOver OutOfSteps OutOfTokens Turn'),
   ('jaxrl_llm.rollout.episodes.environment', 'Environment Step'),
   ('jaxrl_llm.rollout.episodes.tool_calls', 'ToolCall'),
   ('jaxrl_llm.rollout.episodes.tools', 'Tool'),
@@ -62,7 +67,7 @@ _NAMES = (
   ('jaxrl_llm.core.records.task', 'Message Task'),
   ('jaxrl_llm.tasks.tokenizer', 'Tokenizer'),
   # Engines
-  ('jaxrl_llm.rollout.api', 'Engine Probe Weights'),
+  ('jaxrl_llm.rollout.api', 'Engine Probe Releasable Weights'),
   ('jaxrl_llm.rollout.engine', 'EngineSetting EngineSpec'),
   ('jaxrl_llm.rollout.embedded.spec', 'embedded_engine'),
   ('jaxrl_llm.rollout.vllm.spec', 'vllm_engine'),
@@ -80,7 +85,7 @@ _NAMES = (
   # Errors
   ('jaxrl_llm.core.errors', 'RunError UserError'),
 )
-"""Modules and the names that they export, grouped by use."""
+"""(module, names that it exports) pairs, grouped by use."""
 
 _REPLACED = {
   'DemonstrationsConfig': (
@@ -97,7 +102,9 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-  if name in _REPLACED:  # An AttributeError would lose its text in `from jaxrl_llm.api import …`.
+  # The text of an AttributeError would be lost in `from jaxrl_llm.api import …`, so an ImportError
+  # is raised.
+  if name in _REPLACED:
     raise ImportError(f'{name}: replaced by {_REPLACED[name]}')
   if name not in _MODULES:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -95,7 +95,8 @@ def test_pairs_share_their_number():
 def test_loading_runs():
   done = run('loading.py', '--rows=8', '--tokens=64', '--disk_ms=20', '--step_ms=1')
   assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines()[-1] == 'all arrays are equal', done.stdout
+  lines = done.stdout.splitlines()
+  assert 'all arrays are equal' in lines and lines[-1] == 'all rows are equal', done.stdout
 
 
 @pytest.mark.full
@@ -160,15 +161,15 @@ def test_accelerator_begins_nothing_when_the_time_is_over():
   assert done.stdout.count('skipped, no time is left') == 5
 
 
-@pytest.mark.full
+@pytest.mark.acceptance
 @pytest.mark.skipif(
   not PEERS.exists(), reason='.venv-peers is missing: launch/install_peers.sh makes it'
 )
 @pytest.mark.parametrize(
   ('flags', 'works'),
   [
-    (('--against=trl', '--works=grpo'), ('grpo: trl',)),
-    pytest.param(
+    (('--against=trl', '--works=grpo,groups'), ('grpo: trl', 'grpo, groups: trl')),
+    (
       (),
       (
         'logprobs: trl',
@@ -178,7 +179,6 @@ def test_accelerator_begins_nothing_when_the_time_is_over():
         'dpo: trl',
         'grpo: tunix',
       ),
-      marks=pytest.mark.acceptance,
     ),
   ],
   ids=['grpo of trl', 'every work'],
@@ -191,3 +191,32 @@ def test_all_sides_do_the_same_work(flags, works):
   for work in works:
     line = rf'^{work} {cost}here {cost}ratio [\d.]+, CPU [\d.]+ \(both found '
     assert re.search(line, done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.full
+def test_speculation_runs():
+  result = run('speculation.py', '--prompts=2', '--length=8', '--rounds=1')
+  assert result.returncode == 0, result.stderr
+  assert result.stdout.startswith('random: ') and '16 of 16 tokens equal' in result.stdout
+
+
+def test_docstrings_and_comments_are_drawn_with_their_code(tmp_path):
+  package = tmp_path / 'jaxrl_llm'
+  package.mkdir()
+  (package / 'module.py').write_text(
+    '"""Describes the module."""\n\n'
+    'LIMIT = 3\n"""Describes the constant."""\n\n'
+    'def double(x: int) -> int:\n  """Describes the function."""\n'
+    '  # A comment of\n  # two lines.\n  y = 2 * x\n'
+    '  return y  # noqa: RET504\n'
+  )
+  result = run('docstrings.py', '--seed=1', f'--tree={tmp_path}')
+  assert result.returncode == 0, result.stderr
+  first, *entries = result.stdout.strip().split('\n\n')
+  assert first == '4 of 4 texts, seed 1'
+  assert sorted(entry.split('. ', 1)[1] for entry in entries) == [
+    'jaxrl_llm/module.py:1\n  module\n    Describes the module.',
+    'jaxrl_llm/module.py:4\n  LIMIT = 3\n    Describes the constant.',
+    'jaxrl_llm/module.py:7\n  def double(x: int) -> int\n    Describes the function.',
+    'jaxrl_llm/module.py:8\n  y = 2 * x\n    A comment of\n    two lines.',
+  ]

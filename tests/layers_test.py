@@ -36,6 +36,7 @@ NESTED = {
   'rollout.embedded': {'core', 'models', 'rollout'},
   'rollout.vllm': {'core', 'models', 'weights', 'rollout'},
   'rollout.episodes': {'core', 'config', 'rewards', 'rewards.sandbox', 'tasks', 'rollout'},
+  'rollout.agents': {'core', 'rewards', 'tasks', 'rollout', 'rollout.episodes'},
   'rollout.explorers': {'core', 'rewards', 'tasks', 'rollout'},
   'runtime.log': {'core', 'config', 'runtime'},
   'master.exploring': {'core', 'config', 'replay', 'rewards', 'rollout', 'runtime', 'tasks'},
@@ -139,6 +140,14 @@ def test_every_nested_package_has_its_imports_listed():
 def test_configurations_import_public_names_alone(path):
   assert (CONFIGS / path.relative_to(ROOT / 'configs')).samefile(path)
   assert {name.split('.')[1] for name in imported_modules(path.read_text(), 'configs')} <= {'api'}
+
+
+def test_helpers_of_tests_have_distinct_names():
+  """Both folders are on the import path, where the first of two equal names hides the second."""
+  names = [
+    path.name for folder in ('support', 'tools') for path in ROOT.glob(f'tests/{folder}/*.py')
+  ]
+  assert sorted(names) == sorted(set(names))
 
 
 def test_linen_stays_inside_models():

@@ -10,7 +10,7 @@ from pages import code
 from jaxrl_llm.api import Attempt, Completion, Finish, Role, Sampling, Segment, Task, load_config
 from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rollout.workflow import checked_run
+from jaxrl_llm.rollout.contract import checked_run
 
 TASK = Task(
   taskset='t', domain='d', prompt=({'role': 'user', 'content': 'abc'},), truth='cba', fields={}

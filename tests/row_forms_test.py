@@ -57,4 +57,4 @@ def test_the_configuration_on_the_page_of_preferences_is_one():
 
 
 def test_the_pages_are_read():
-  assert len(parts(TASKS)) == 4 and len(parts(PREFERENCES)) == 5
+  assert len(parts(TASKS)) == 5 and len(parts(PREFERENCES)) == 5

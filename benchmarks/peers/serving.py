@@ -6,6 +6,7 @@ Standard library and NumPy only: it runs in this project's environment and in th
 
 import json
 import os
+import pathlib
 import sys
 import time
 
@@ -23,14 +24,24 @@ def serve(works):
   os.dup2(2, 1)  # Keeps what libraries print out of the answers.
   print(json.dumps(sorted(works)), file=answers, flush=True)
   for line in sys.stdin:
+    pathlib.Path('/proc/self/clear_refs').write_text('5')  # Resets VmHWM, the peak of VmRSS.
+    before = memory('VmRSS')
     wall, cpu = time.perf_counter(), time.process_time()
     value = works[line.strip()]()
     cost = {
       'wall': time.perf_counter() - wall,
       'cpu': time.process_time() - cpu,
+      'memory': memory('VmHWM') - before,
       'value': float(value),
     }
     print(json.dumps(cost), file=answers, flush=True)
+
+
+def memory(kind):
+  """Returns a figure of this process's memory in bytes."""
+  lines = pathlib.Path('/proc/self/status').read_text().splitlines()
+  (line,) = [line for line in lines if line.startswith(f'{kind}:')]
+  return int(line.split()[1]) * 1024
 
 
 def padded(path):

@@ -22,6 +22,14 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 LEARNING_RATE = 1e-6
+FILES = {
+  'grpo': 'equal',
+  'grpo, lognormal lengths': 'ragged',
+  'grpo, groups': 'groups',
+  'grpo, groups with short prompts': 'short_groups',
+  'grpo, groups of lognormal lengths': 'lognormal_groups',
+}
+"""File of each GRPO work's rows. The same works with prompts not shared are the same here."""
 
 
 def tokenizer():
@@ -61,7 +69,7 @@ def optimizer_step(trainer, losses):
 
 
 def grpo_works(folder, scratch, micro_batch):
-  rows = {name: tensors(padded(f'{folder}/{name}.npz')) for name in ('equal', 'ragged')}
+  rows = {name: tensors(padded(f'{folder}/{name}.npz')) for name in FILES.values()}
   count, new = rows['equal']['completion_ids'].shape
   args = GRPOConfig(
     **options(scratch),
@@ -107,9 +115,13 @@ def grpo_works(folder, scratch, micro_batch):
     completions = trainer._generate_single_turn(prompts, None, {}, 1)[0]
     return float(len(completions))
 
+  updates = {work: lambda name=name: update(name) for work, name in FILES.items()}
+  apart = {
+    f'{work}, prompts not shared': call for work, call in updates.items() if 'groups' in work
+  }
   return {
-    'grpo': lambda: update('equal'),
-    'grpo, lognormal lengths': lambda: update('ragged'),
+    **updates,
+    **apart,
     'logprobs': logprobs,
     'generate': generate,
   }

@@ -1,4 +1,5 @@
-"""Three learning rates of the quickstart's GRPO stage, two seeds each, with a short SFT stage.
+"""Sweep over three learning rates of the quickstart's GRPO stage, with two seeds each and a short
+SFT stage.
 
 Command:   jaxrl sweep --sweep=quickstart_lr --parallel=2
 Hardware:  a laptop's CPU.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64
@@ -105,77 +105,6 @@ def unequal(rewards: Sequence[float | None], groups: Sequence[str]) -> GroupAdva
   rewards, and 0 for every other sample.
   """
   return _within_groups(rewards, groups, np.ones_like)
-
-
-def step_credit(
-  rewards: Sequence[float | None],
-  groups: Sequence[str],
-  trajectories: Sequence[str],
-  steps: Sequence[int],
-  *,
-  credit: Literal['trajectory', 'step'],
-  advantages: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages] = group_advantages,
-) -> GroupAdvantages:
-  """Returns the advantages of rows that are steps of trajectories. A trajectory may have several
-  rows.
-
-  With 'trajectory', the reward of a trajectory is that of its last step. All steps of the
-  trajectory get the same advantage, relative to the other trajectories of the group. A trajectory
-  counts once in the baseline, however many steps it has. In the result, `groups` and
-  `zero_std_groups` count groups.
-
-  With 'step', each row has its own reward, and rows with the same group and step index share a
-  baseline. In the result, `groups` and `zero_std_groups` count these baselines. If only one
-  trajectory of a group is long enough to have a certain step, the advantage of that step is 0.
-  GiGPO (arXiv:2505.10978) compares steps that start from equal states; here the step index is a
-  proxy for the state.
-
-  In both modes, if the last step of a trajectory is unscorable, all rows of the trajectory are
-  unscorable. With 'step', any other unscorable row affects no other row.
-
-  Args:
-    rewards: one per row; None for an unscorable row.
-    groups: the group id of each row, the same in all rows of a trajectory.
-    trajectories: the trajectory id of each row. A row with an empty id is a trajectory of its own.
-    steps: the step index of each row within its trajectory. The row with the largest index is the
-      last step.
-    credit: 'trajectory' or 'step', see above.
-    advantages: function that estimates advantages from rewards and group ids. Bind its options with
-      `functools.partial`.
-
-  Raises:
-    ValueError: a trajectory has rows in two groups, or two rows of the same step.
-  """
-  members = _trajectories(groups, trajectories, steps)
-  outcomes = [rewards[rows[-1]] for rows in members]
-  if credit == 'trajectory':
-    result = advantages(outcomes, [groups[rows[-1]] for rows in members])
-    owner = np.zeros(len(rewards), np.int64)
-    for i, rows in enumerate(members):
-      owner[rows] = i
-    return result._replace(advantages=result.advantages[owner], scored=result.scored[owner])
-  lost = {
-    row for rows, outcome in zip(members, outcomes, strict=True) if outcome is None for row in rows
-  }
-  scored_rewards = [None if row in lost else reward for row, reward in enumerate(rewards)]
-  return advantages(
-    scored_rewards, [f'{group} step {step}' for group, step in zip(groups, steps, strict=True)]
-  )
-
-
-def _trajectories(
-  groups: Sequence[str], trajectories: Sequence[str], steps: Sequence[int]
-) -> list[list[int]]:
-  """Returns the row numbers of each trajectory, ordered by step index."""
-  members: dict[str | int, dict[int, int]] = {}
-  for row, (group, trajectory, step) in enumerate(zip(groups, trajectories, steps, strict=True)):
-    rows = members.setdefault(trajectory or row, {})
-    if rows and groups[next(iter(rows.values()))] != group:
-      raise ValueError(f'trajectory {trajectory} has rows in group {group} and in another one')
-    if step in rows:
-      raise ValueError(f'trajectory {trajectory} of group {group} has two rows of step {step}')
-    rows[step] = row
-  return [[rows[step] for step in sorted(rows)] for rows in members.values()]
 
 
 def _within_groups(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import os
 import pathlib
 import signal
@@ -21,8 +22,9 @@ from jaxrl_llm.app.composition.branch import Branch, Fork
 from jaxrl_llm.app.composition.branch import make as make_branch
 from jaxrl_llm.app.composition.chosen import settle
 from jaxrl_llm.app.composition.initial_weights import base_of, checkpoint_directory
+from jaxrl_llm.app.composition.loop_parts import build_parts
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
-from jaxrl_llm.app.composition.resources import Resources, build_parts, open_resources
+from jaxrl_llm.app.composition.resources import Resources, open_resources
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import committed_state, critic_model
@@ -36,11 +38,12 @@ from jaxrl_llm.app.summary import print_summary
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import first_cause
 from jaxrl_llm.core.net.registry import Registry
-from jaxrl_llm.core.types import Json, Params
+from jaxrl_llm.core.types import Json
 from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.keeper import Start
 from jaxrl_llm.master.loop import Outcome
+from jaxrl_llm.master.phases import Phase
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.heads import with_head
@@ -54,7 +57,7 @@ from jaxrl_llm.runtime import history
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.events import SILENT, Edge, EventLog, Events
 from jaxrl_llm.runtime.history import Change
-from jaxrl_llm.runtime.machine import changes
+from jaxrl_llm.runtime.machine import changes, size
 from jaxrl_llm.runtime.model_card import Origin, typed_command, write_run_card
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.report import build as build_report
@@ -76,18 +79,6 @@ class _Facts:
   spec: ModelSpec
   lengths: Mapping[str, Sequence[int]]
   """Sequence lengths in tokens, keyed by stage name, for stages that learn from static data."""
-
-
-class Exports(NamedTuple):
-  """Parameters that a finished run exports, in the host memory of process 0.
-
-  A field is None in all other processes, and if the run has not trained what the field names.
-  """
-
-  policy: Params | None
-  """Parameters of the policy, with its adapters merged in."""
-  adapter: Params | None = None
-  critic: Params | None = None
 
 
 class _Launch(NamedTuple):
@@ -192,7 +183,7 @@ async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp
     registry = await asyncio.to_thread(config.registry.open, path)
   commit = checkpoints.host(step) if step else {}
   if step:
-    # Check that all files of the run exist before `prepare`, which would make missing ones anew.
+    # Check before `prepare`, which would recreate missing files of the run.
     await asyncio.to_thread(workdir.check, commit)
   prepared = await asyncio.to_thread(prepare, config, workdir.path, load)
   checkpoints.clean()
@@ -222,7 +213,10 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
   if ready:
     Console(highlight=False).print(held_table(mesh, held(stages, model, critic_model(model), mesh)))
   committed = checkpoints.host(facts.step) if facts.step else None
-  events = EventLog(path, attempt=facts.attempt, step=facts.step) if ready else SILENT
+  events = SILENT
+  if ready:
+    limit = config.logging.event_bytes
+    events = EventLog(path, attempt=facts.attempt, step=facts.step, max_bytes=limit)
   setup = Setup(
     config=config,
     workdir=path,
@@ -231,31 +225,45 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     checkpoints=checkpoints,
     process=Process(coordinator=coordinator, device=device, mesh=mesh, events=events),
     registry=ready.registry if ready else None,
+    next_attempt=launch.workdir.next_attempt if ready else None,
     explorer_command=explorer.command,
   )
   state, base = await device.run(committed_state, setup, facts.step)
+  state = dataclasses.replace(state, attempt=facts.attempt)
   resources = open_resources(setup, ready.prepared, committed) if ready else None
   best, best_of = None, _first_suite(config)
   if committed and committed['best'] and committed.get('best_of', best_of) == best_of:
     best = tuple(committed['best'])
-  start = Start(attempt=facts.attempt, stop=launch.stop, best=best, best_of=best_of, base=base)
+  start = Start(stop=launch.stop, best=best, best_of=best_of, base=base)
   parts = build_parts(setup, start, resources)
+  state = await loop.enter(parts.phases, Phase.START, state)
   has_work = state.step < stages[-1].end or not state.evaluated
-  async with _opened(resources, coordinator, start=has_work):
-    launch.begin()
-    if resources:
-      await asyncio.to_thread(
-        launch.workdir.record, config, commit=facts.step, attempt=facts.attempt
-      )
-      _announce(history.read(path)[-1], facts.step, events)
-      if facts.step and has_work:
-        _note_resume(resources.logs.progress, facts.step, committed, ready)
+  async with _opened(resources, setup.process, start=has_work):
+    with setup.process.stopwatch.timed('enter'):
+      launch.begin()
+      if resources:
+        await asyncio.to_thread(
+          launch.workdir.record,
+          config,
+          commit=facts.step,
+          attempt=facts.attempt,
+          machine=size(),
+          committed_by=committed['machine'] if committed else {},
+        )
+        _announce(history.read(path)[-1], facts.step, events)
+        if facts.step and has_work:
+          _note_resume(resources.logs.progress, facts.step, committed, ready)
+      # Objects that remain from set-up live as long as the run. Freezing them keeps later garbage
+      # collections short; a full collection stops every thread.
+      gc.collect()
+      gc.freeze()
     outcome = await loop.run(parts, state)
   if outcome.stop:
     return _stopped(outcome, path, leads=coordinator.leads)
-  exports = await _exported(config, outcome.state.learned, setup.process)
+  prepared = ready.prepared if ready else None
+  cards = await device.run(_export, config, path, prepared, model.spec, outcome.state.learned, mesh)
   if ready:
-    await asyncio.to_thread(_finish, config, path, ready.prepared, model.spec, exports)
+    await asyncio.to_thread(_finish, config, path, cards)
   device.close()
   return 0
 
@@ -271,16 +279,47 @@ def _note_resume(
     progress.note(f'from step {step + 1} on, {change}')
 
 
-async def _exported(config: Config, learned: Learned, process: Process) -> Exports:
-  """Gathers the parameters to export on the host of process 0. Every process must call it."""
-  on_device, gather = process.device.run, Gatherer(process.mesh).gather
-  merged = Gatherer(process.mesh, config.policy.lora).gather
-  exports = Exports(await on_device(merged, learned.whole(learned.policy.params)))
-  if config.policy.lora is not None:
-    exports = exports._replace(adapter=await on_device(gather, learned.policy.params))
+def _export(
+  config: Config,
+  path: pathlib.Path,
+  prepared: Prepared | None,
+  spec: ModelSpec,
+  learned: Learned,
+  mesh: Mesh,
+) -> dict[str, pathlib.Path]:
+  """Exports what a finished run has trained. Every process must call it; process 0 writes.
+
+  Args:
+    prepared: prepared data in process 0; None in the other processes.
+
+  Returns:
+    The written directories, keyed by their contents.
+  """
+  gatherer, written = Gatherer(mesh), {'policy': path / 'hf'}
+  whole = learned.whole(learned.policy.params)
+  models = [(path / 'hf', Gatherer(mesh, config.policy.lora), whole, spec)]
   if learned.critic is not None:
-    exports = exports._replace(critic=await on_device(gather, learned.critic.params))
-  return exports
+    written['critic'] = path / 'critic'
+    models.append((path / 'critic', gatherer, learned.critic.params, with_head(spec, 'value')))
+  for directory, gatherer_of_model, params, spec_of_model in models:
+    if prepared is None:
+      gatherer_of_model.take_part(params)
+      continue
+    export(
+      directory,
+      gatherer_of_model.leaves(params),
+      spec_of_model,
+      dtype=config.policy.param_dtype,
+      tokenizer_dir=checkpoint_directory(config) or path / 'tokenizer',
+      eos_ids=prepared.tokenizer.stop_ids,
+      pad_id=prepared.tokenizer.pad_id,
+    )
+  if config.policy.lora is not None:
+    adapter = gatherer.gather(learned.policy.params)
+    if prepared is not None:
+      written['adapter'] = path / 'adapter'
+      export_adapter(path / 'adapter', adapter, spec, config.policy.lora, base=base_of(config))
+  return written
 
 
 def _first_suite(config: Config) -> Json:
@@ -295,7 +334,8 @@ def _first_suite(config: Config) -> Json:
 
 
 def _announce(entry: history.Entry, step: int, events: Events) -> None:
-  """Logs the newest entry of the run's history as an event, if its first step is `step` + 1.
+  """Logs the newest entry of the run's history as an event, unless the run has passed the entry's
+  first step.
 
   The event contains the changes of the configuration, and the commit that the run branched from. If
   a run is killed before its next commit, the event is logged again.
@@ -312,7 +352,7 @@ def _not_exact(machine: dict[str, Any]) -> str:
   the same.
 
   Args:
-    machine: fingerprint of the machine on which the commit was made.
+    machine: fingerprint of the machine that made the commit.
   """
   differences = changes(machine)
   return (
@@ -329,17 +369,19 @@ def _facts(value: Any) -> _Facts:
 
 
 @contextlib.asynccontextmanager
-async def _opened(resources: Resources | None, coordinator: Coordinator, *, start: bool):
+async def _opened(resources: Resources | None, process: Process, *, start: bool):
   """Runs process 0's engine, scorers and logs during the block.
 
   All processes enter the block together. A signal therefore reaches either all of them before the
   block or all of them within it.
 
   Args:
-    start: whether to start the engine and the scorers. They are not needed if no step is left.
+    start: whether to start the engine and the scorers. They are not needed if all steps are
+      complete.
   """
   if resources is None:
-    await coordinator.broadcast(None)
+    with process.stopwatch.timed('enter'):
+      await process.coordinator.broadcast(None)
     yield
     return
 
@@ -348,7 +390,8 @@ async def _opened(resources: Resources | None, coordinator: Coordinator, *, star
       await resources.start()
 
   try:
-    await coordinator.broadcast(started())
+    with process.stopwatch.timed('enter'):
+      await process.coordinator.broadcast(started())
     if not start:
       yield
       return
@@ -367,31 +410,12 @@ def _stopped(outcome: Outcome, path: pathlib.Path, *, leads: bool) -> int:
   return 128 + outcome.stop
 
 
-def _finish(
-  config: Config, path: pathlib.Path, prepared: Prepared, spec: ModelSpec, exports: Exports
-) -> None:
-  """Writes the exports and the report of a finished run, and prints the summary."""
-  models = [(path / 'hf', exports.policy, spec)]
-  if exports.critic is not None:
-    models.append((path / 'critic', exports.critic, with_head(spec, 'value')))
-  for directory, weights, spec_of_model in models:
-    export(
-      directory,
-      weights,
-      spec_of_model,
-      dtype=config.policy.param_dtype,
-      tokenizer_dir=checkpoint_directory(config) or path / 'tokenizer',
-      eos_ids=prepared.tokenizer.stop_ids,
-      pad_id=prepared.tokenizer.pad_id,
-    )
-  cards = {'policy': path / 'hf'}
-  if exports.critic is not None:
-    cards['critic'] = path / 'critic'
-  if exports.adapter is not None:
-    cards['adapter'] = path / 'adapter'
-    export_adapter(
-      cards['adapter'], exports.adapter, spec, config.policy.lora, base=base_of(config)
-    )
+def _finish(config: Config, path: pathlib.Path, cards: Mapping[str, pathlib.Path]) -> None:
+  """Writes the model cards and the report of a finished run, and prints the summary.
+
+  Args:
+    cards: directories of the exports, keyed by their contents.
+  """
   command = typed_command(sys.argv)
   for part, directory in cards.items():
     origin = Origin(part=part, base=config.policy.init_from, command=command)

@@ -1,34 +1,36 @@
 """The root configuration of a run. Most of its parts are defined next to the code that reads them.
 
 The unit of a batch size (tasks, sequences or tokens) follows from its name. Derived numbers are not
-configured: they are computed, and `--dry_run` prints them.
+configured: they are computed, and `--dry_run` prints them. The sources of batches are defined in
+`app.sources`; this module exports them too, because they are part of the configuration.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+from jaxrl_llm.app.sources import Demonstrations as Demonstrations
+from jaxrl_llm.app.sources import Examples as Examples
+from jaxrl_llm.app.sources import ExpertsConfig as ExpertsConfig
+from jaxrl_llm.app.sources import Pairs as Pairs
+from jaxrl_llm.app.sources import PastConfig as PastConfig
+from jaxrl_llm.app.sources import Recorded, Rollouts, Source, Stored
 from jaxrl_llm.config.moved import moved
 from jaxrl_llm.config.own import named_pair
-from jaxrl_llm.config.values import from_json
+from jaxrl_llm.config.values import check_at_least, from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.registry import RegistryConfig
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
-from jaxrl_llm.master.exploring.batch_policy import BatchPolicyName, batches_ahead
-from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.partial import PartialConfig
-from jaxrl_llm.master.exploring.processors import ProcessorConfig, check_processors
-from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.mismatch import MismatchConfig
+from jaxrl_llm.master.phases import PhasesConfig
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
-from jaxrl_llm.replay.draw import DrawConfig
 from jaxrl_llm.rewards.api import DISCOVERING, RewardsConfig
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig
@@ -43,22 +45,8 @@ from jaxrl_llm.runtime.checkpoint import CheckpointConfig
 from jaxrl_llm.runtime.log.config import LoggingConfig
 from jaxrl_llm.tasks.examples import ExamplesConfig
 from jaxrl_llm.tasks.preferences import PreferencesConfig
-from jaxrl_llm.tasks.sampler import SamplerConfig
-from jaxrl_llm.tasks.taskset import DemonstrationsConfig, TasksetConfig
+from jaxrl_llm.tasks.taskset import TasksetConfig
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig
-
-
-def _at_least(where: str, config: Any, **bounds: int) -> None:
-  """Raises UserError if a field is below its lower bound in `bounds`. None is always permitted."""
-  for name, least in bounds.items():
-    value = getattr(config, name)
-    if value is not None and value < least:
-      raise UserError(f'{where}{name}: {value}, wanted at least {least}')
-
-
-def _check_tasksets(where: str, names: tuple[str, ...]) -> None:
-  if not names:
-    raise UserError(f'{where}tasksets: empty, wanted at least one; name a configured taskset')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +83,8 @@ class PolicyConfig:
   length.
   """
   lora: LoraConfig | None = None
-  """LoRA adapters to train, in all stages, while the other weights are frozen. If None, the whole
-  model is trained.
+  """LoRA adapters to train in all stages. The other weights are frozen. If None, the whole model is
+  trained.
   """
 
 
@@ -105,8 +93,8 @@ class AlgorithmConfig:
   """Name and options of a stage's algorithm."""
 
   name: str
-  """Key of `learner.catalogue.ALGORITHMS` (`jaxrl train --list`), or your own algorithm as
-  'module:attribute'.
+  """Key of `learner.catalogue.ALGORITHMS` (listed by `jaxrl train --list`), or 'module:attribute'
+  of a user-defined algorithm.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Options of the algorithm, keyed by the field of its options dataclass."""
@@ -118,308 +106,29 @@ class CriticConfig:
 
   init_from: str | None = None
   """Initial weights of the critic: a reward model or critic, given as directory, hub id or run
-  directory. If None, those of the previous stage's critic, or if there is none, those of the policy
-  with a new head.
+  directory. If None, the weights of the previous stage's critic are used, or those of the policy
+  with a new head if there is no earlier critic.
   """
   optimizer: OptimizerConfig | None = None
   """Optimizer of the critic. If None, the policy's optimizer settings are used."""
 
 
-@moved({'demonstrations': 'templates, with weights, count and seed beside it'})
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertsConfig(DemonstrationsConfig):
-  """Expert demonstrations that join each batch of rollouts."""
-
-  tasksets: tuple[str, ...]
-  """Names of the configured tasksets whose tasks are demonstrated."""
-  ratio: float = 0.25
-  """Minimum share of expert sequences in the batch, between 0 and 1; their number is rounded up."""
-
-  def __post_init__(self):
-    super().__post_init__()
-    if not 0 < self.ratio < 1:
-      raise UserError(f'experts.ratio: {self.ratio}, wanted a share between 0 and 1')
-
-  def rows(self, usual: int) -> int:
-    """Returns the number of expert sequences that are added to `usual` rollouts."""
-    return math.ceil(usual * self.ratio / (1 - self.ratio) - 1e-9)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PastConfig:
-  """Replay: groups of earlier batches that are trained on again, together with new groups."""
-
-  groups: int
-  """Maximum number of replayed groups per batch, in addition to the `groups_per_batch` new ones.
-  The first batches contain fewer, because there are few earlier groups.
-  """
-  max_uses: int
-  """Maximum number of batches that train on the same group, including the first one."""
-  draw: DrawConfig = DrawConfig()
-  """Rule that selects the groups to replay."""
-
-  def __post_init__(self):
-    _at_least('past.', self, groups=1, max_uses=2)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceSource(PreferencesConfig):
-  """Preferences of a run: read from a file or dataset, or made from a taskset with templates
-  (`source='taskset:<name>'`).
+  """Preferences of a run, which are read from a file or dataset, or made from a taskset with
+  templates (`source='taskset:<name>'`).
   """
 
   wrong: tuple[str, ...] = ()
-  """Templates of rejected answers, of which each task uses one. Only for a taskset as source, for
-  which `chosen` is the template of the preferred answer.
+  """Templates of rejected answers; each task uses one of them. Valid only if the source is a
+  taskset. `chosen` is then the template of the preferred answer.
   """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rollouts:
-  """Source of a stage's batches: groups of the policy's own rollouts."""
-
-  tasksets: tuple[str, ...]
-  """Names of the configured tasksets whose tasks the policy attempts."""
-  sampler: SamplerConfig = SamplerConfig()
-  """Order in which tasks are drawn."""
-  groups_per_batch: int = 16
-  """Number of new groups (one task each) per batch."""
-  group_size: int = 8
-  """Number of samples in a group."""
-  temperature: float = 1.0
-  """Sampling temperature. There is no top_p or top_k for training rollouts, since the trainer's
-  logprobs are those of the unfiltered distribution.
-  """
-  limits: TaskLimits = TaskLimits()
-  """Time limits for generating and scoring a group."""
-  max_dropped_groups: int = 100
-  """Maximum number of groups that may be dropped while one batch is collected. A group is dropped
-  if none of its samples can be scored, or if none is selected. The run ends if more are dropped.
-  """
-  processors: tuple[ProcessorConfig, ...] = ()
-  """Processors applied in order to a finished group before selection; see
-  `master.exploring.processors`.
-  """
-  selection: SelectionConfig = SelectionConfig()
-  """Rule that selects the samples of a finished group to train on."""
-  experts: ExpertsConfig | None = None
-  """Expert demonstrations that join the rollouts of each batch. Only for the algorithm `mix`. If
-  None, there are none.
-  """
-  past: PastConfig | None = None
-  """Replay of groups from earlier batches. If None, batches consist of new groups only."""
-  bound: int = 0
-  """Maximum lag: number of updates by which the weights that generated a rollout may be behind the
-  weights that are trained on it. 0 means on-policy training.
-  """
-  batch_policy: BatchPolicyName = 'in_order'
-  """Rule that decides which groups form a batch.
-
-  'in_order': those that started first; the batch waits for them, so long answers are not at a
-  disadvantage. 'complete_first': those that have finished, in the order in which they started;
-  unfinished groups are passed over and join a later batch. Groups are then started for fewer
-  batches ahead, half of `bound` (rounded up), so that no group becomes older than `bound` permits.
-  Early batches contain more short answers, and long answers are older when they are trained on.
-  Timing decides which groups form a batch, so 'complete_first' is refused if `bound` is 0. With
-  bound 1 no group could be passed over, so it needs at least 2.
-  """
-  publish_every: int = 1
-  """Number of updates between two publications of the weights to the engine."""
-  rollout_only: bool = False
-  """Whether rollouts are generated, scored, processed and stored, but not trained on. Later stages
-  start with a new optimizer and critic.
-  """
-
-  @property
-  def unit(self) -> int:
-    """Number of sequences that are never divided between minibatches: 2 for pairs, else 1."""
-    return self.selection.unit
-
-  @property
-  def groups(self) -> int:
-    """Maximum number of groups in a batch, including replayed ones."""
-    return self.groups_per_batch + (self.past.groups if self.past is not None else 0)
-
-  @property
-  def expert_rows(self) -> int:
-    """Number of expert sequences in a batch."""
-    return self.experts.rows(self._usual) if self.experts is not None else 0
-
-  @property
-  def sequences(self) -> int:
-    """Maximum number of sequences in a batch, including expert rows."""
-    return self._usual + self.expert_rows
-
-  @property
-  def _usual(self) -> int:
-    """Maximum number of sequences in a batch that are rollouts, without expert rows."""
-    return self.groups * self.selection.most(self.group_size)
-
-  def check(self, where: str) -> None:
-    """Raises UserError for invalid or contradictory values. In messages, `where` precedes the name
-    of the field.
-    """
-    _check_tasksets(where, self.tasksets)
-    _at_least(
-      where, self, groups_per_batch=1, group_size=1, max_dropped_groups=0, bound=0, publish_every=1
-    )
-    self.sampler.check_tasksets(self.tasksets, where)
-    check_processors(self.processors, f'{where}processors')
-    if self.temperature <= 0:
-      raise UserError(
-        f'{where}temperature: {self.temperature} is not above 0: training needs samples to differ'
-      )
-    if self.selection.kind == 'pairs' and self.group_size < 2:
-      raise UserError(f'{where}group_size: 1 sample makes no pair; wanted at least 2')
-    if self.experts is not None and self.selection.kind not in ('all', 'mixed'):
-      raise UserError(
-        f'{where}selection: {self.selection.kind!r} cannot be combined with experts; wanted all or '
-        'mixed'
-      )
-    if self.rollout_only and (self.past is not None or self.experts is not None):
-      raise UserError(
-        f'{where}rollout_only: trains on nothing, so that earlier groups and experts are of no '
-        'use; remove it, or those'
-      )
-    if self.past is not None:
-      most = self.groups_per_batch * (self.past.max_uses - 1)
-      if self.past.groups > most:
-        raise UserError(
-          f'{where}past.groups: {self.past.groups}, and {self.groups_per_batch} new groups a '
-          f'batch, each used at most {self.past.max_uses - 1} times more, leave {most}; lower it, '
-          'or raise max_uses'
-        )
-    if self.batch_policy != 'in_order' and self.bound < 2:
-      why = 'no clock may decide what a batch contains'
-      raise UserError(
-        f'{where}batch_policy: {self.batch_policy!r} with bound {self.bound}, at which '
-        f"{'no group may be passed over' if self.bound else why}; wanted 'in_order', or a bound of "
-        'at least 2'
-      )
-    ahead = batches_ahead(self.batch_policy, self.bound)
-    if ahead < self.bound and self.publish_every > ahead + 1:
-      raise UserError(
-        f'{where}publish_every: {self.publish_every}, and with batch_policy {self.batch_policy!r} '
-        f'and bound {self.bound}, groups start for {ahead} batches ahead; wanted at most '
-        f'{ahead + 1}, or a larger bound'
-      )
-    if self.publish_every > self.bound + 1:
-      age = self.publish_every - 1
-      raise UserError(
-        f'{where}publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last '
-        f'batch before a publication would train on rollouts of weights {age} updates old; raise '
-        f'bound to {age}, or publish more often'
-      )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Demonstrations(DemonstrationsConfig):
-  """Source of a stage's batches: demonstrations, which are answers to imitate, made from tasks."""
-
-  tasksets: tuple[str, ...]
-  """Names of the configured tasksets whose tasks are demonstrated."""
-  sequences_per_batch: int = 64
-  """Number of demonstrations per batch. Each is one sequence."""
-  unit: ClassVar[int] = 1
-  """Number of sequences that belong together and are never divided between minibatches."""
-
-  @property
-  def sequences(self) -> int:
-    """Maximum number of sequences in a batch."""
-    return self.sequences_per_batch
-
-  def check(self, where: str) -> None:
-    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
-    _check_tasksets(where, self.tasksets)
-    _at_least(where, self, sequences_per_batch=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Examples:
-  """Source of a stage's batches: examples to imitate, which are conversations, completions or
-  texts.
-  """
-
-  train: str
-  """Name of the configured examples to train on."""
-  held_out: str | None = None
-  """Name of the configured examples on which each evaluation measures the loss
-  (`val-core/<name>/sft_loss`). If None, nothing is measured.
-  """
-  sequences_per_batch: int = 64
-  """Number of sequences per batch."""
-  tasksets: ClassVar[tuple[str, ...]] = ()
-  """Always empty, since examples have their own prompts."""
-  unit: ClassVar[int] = 1
-  """Number of sequences that belong together and are never divided between minibatches."""
-
-  @property
-  def sequences(self) -> int:
-    """Maximum number of sequences in a batch."""
-    return self.sequences_per_batch
-
-  def check(self, where: str) -> None:
-    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
-    _at_least(where, self, sequences_per_batch=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pairs:
-  """Source of a stage's batches: preference pairs."""
-
-  train: str
-  """Name of the configured preferences to train on."""
-  held_out: str | None = None
-  """Name of the configured preferences on which each evaluation measures the accuracy
-  (`val-core/<name>/rewards/accuracies`). If None, nothing is measured.
-  """
-  sequences_per_batch: int = 64
-  """Number of sequences per batch; a pair has two."""
-  tasksets: ClassVar[tuple[str, ...]] = ()
-  """Always empty, since pairs have their own prompts."""
-  unit: ClassVar[int] = 2
-  """Number of sequences that belong together and are never divided between minibatches."""
-
-  @property
-  def sequences(self) -> int:
-    """Maximum number of sequences in a batch."""
-    return self.sequences_per_batch
-
-  def check(self, where: str) -> None:
-    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
-    _at_least(where, self, sequences_per_batch=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recorded:
-  """Source of a stage's batches: another run's stored groups of rollouts, for offline training."""
-
-  run: str
-  """Directory of the other run. It is read only when this run starts for the first time."""
-  stage: str | None = None
-  """Stage of the other run whose rollouts are used. If None, the rollouts of all stages are
-  used.
-  """
-  tasksets: tuple[str, ...]
-  """Names of configured tasksets; rollouts of other tasks are skipped."""
-  groups_per_batch: int = 16
-  """Number of groups (one task each) per batch."""
-  group_size: int = 8
-  """Maximum number of samples in a group."""
-  unit: ClassVar[int] = 1
-  """Number of sequences that belong together and are never divided between minibatches."""
-
-  @property
-  def sequences(self) -> int:
-    """Maximum number of sequences in a batch."""
-    return self.groups_per_batch * self.group_size
-
-  def check(self, where: str) -> None:
-    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
-    _check_tasksets(where, self.tasksets)
-    _at_least(where, self, groups_per_batch=1, group_size=1)
-
-
+BASE = 'base'
+"""Value of `StageConfig.init_from` for the weights at the beginning of the run. No stage may have
+this name.
+"""
 _OF_ROLLOUTS = (
   *(
     'experts',
@@ -454,9 +163,9 @@ class StageConfig:
 
   name: str
   algorithm: AlgorithmConfig
-  source: Rollouts | Demonstrations | Examples | Pairs | Recorded
-  """Source of the batches: rollouts, demonstrations, examples, preference pairs, or another run's
-  groups.
+  source: Source
+  """Source of the batches: rollouts, demonstrations, examples, preference pairs, another run's
+  groups, or stored rollouts selected by reward.
   """
   steps: int
   """Number of steps, each of which trains on one batch."""
@@ -466,6 +175,11 @@ class StageConfig:
   """Number of passes over each batch."""
   optimizer: OptimizerConfig | None = None
   """Optimizer of the policy. If None, `learner.optimizer` is used."""
+  init_from: tuple[str, ...] = ()
+  """Initial weights of the stage: the name of an earlier stage, for the weights at its end, or
+  'base', for the weights with which the run began. If there are several names, the mean of these
+  weights is used. If empty, the stage continues with the weights of the previous stage.
+  """
   keep_optimizer: bool = False
   """Whether the stage continues with the previous stage's optimizer state instead of a new one."""
   critic: CriticConfig = CriticConfig()
@@ -479,19 +193,29 @@ class StageConfig:
     return isinstance(self.source, Rollouts)
 
   @property
+  def waits_for_rows(self) -> bool:
+    """Whether the stage's rows are selected only when it begins, from this run's own rollouts."""
+    return isinstance(self.source, Stored) and self.source.run is None
+
+  @property
   def trains(self) -> bool:
     """Whether the stage updates the policy."""
     return not (isinstance(self.source, Rollouts) and self.source.rollout_only)
 
   def __post_init__(self):
     where = f'stages.{self.name}.'
-    _at_least(where, self, steps=1, minibatches=1, epochs=1, evaluate_every=1)
-    if not isinstance(self.source, Rollouts | Demonstrations | Examples | Pairs | Recorded):
+    check_at_least(where, self, steps=1, minibatches=1, epochs=1, evaluate_every=1)
+    if not isinstance(self.source, Source):
       raise UserError(
         f'{where}source: got {self.source!r:.100}, wanted Rollouts, Demonstrations, Examples, '
-        'Pairs or Recorded'
+        'Pairs, Recorded or Stored'
       )
     self.source.check(f'{where}source.')
+    if self.init_from and self.keep_optimizer:
+      raise UserError(
+        f'{where}keep_optimizer: the optimizer state belongs to other weights than those of '
+        'init_from; remove one of them'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -499,15 +223,23 @@ class RolloutConfig:
   """Generation of completions: engine, lengths, sampling, workflow."""
 
   engine: str = 'embedded'
-  """Key of `rollout.catalogue.ENGINES` (`jaxrl train --list`), or your own engine as
-  'module:attribute'. The options of an engine in `ENGINES` are in the field with the engine's name.
+  """Key of `rollout.catalogue.ENGINES` (listed by `jaxrl train --list`), or 'module:attribute' of a
+  user-defined engine. The options of an engine in `ENGINES` are in the field with the engine's
+  name.
   """
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of your own engine, keyed by the field of its options dataclass."""
+  """Options of a user-defined engine, keyed by the field of its options dataclass."""
   max_prompt_length: int
   """Maximum length of a prompt in tokens; tasks with longer prompts are skipped and counted."""
   max_response_length: int
-  """Maximum length of a response in tokens."""
+  """Maximum length of a response in tokens. In a trajectory of several steps, the limit applies to
+  the response of each step.
+  """
+  max_steps: int = 1
+  """Maximum number of steps of a trajectory. Each step is a sequence that is trained on, so a batch
+  has at most this many sequences per rollout. A trajectory that would need more ends with the
+  finish reason 'steps'.
+  """
   embedded: EmbeddedConfig = EmbeddedConfig()
   vllm: VllmConfig = VllmConfig()
   collect_deadline_s: float = 3600.0
@@ -525,8 +257,8 @@ class RolloutConfig:
   auxiliary: tuple[AuxiliaryConfig, ...] = ()
   """Models besides the policy that workflows may query."""
   partial: PartialConfig | None = None
-  """Partial rollouts: a token budget by which the generation of long rollouts is spread over
-  several batches. If None, each rollout is generated as a whole for one batch.
+  """Partial rollouts: a token budget that spreads the generation of long rollouts over several
+  batches. If None, each rollout is generated completely for one batch.
   """
   repetition_detection: RepetitionDetection | None = None
   """Rule that ends a training rollout early when it repeats itself. If None, repetition is ignored.
@@ -543,14 +275,14 @@ class RolloutConfig:
     return Sampling(temperature=temperature, repetition_detection=self.repetition_detection)
 
   def __post_init__(self):
-    _at_least('rollout.', self, max_prompt_length=1, max_response_length=1)
+    check_at_least('rollout.', self, max_prompt_length=1, max_response_length=1, max_steps=1)
     longest = max(self.embedded.prefill_buckets, default=self.max_prompt_length)
     if longest < self.max_prompt_length - 1:
       raise UserError(
         f'rollout.embedded.prefill_buckets: the largest is {longest}, prompts of max_prompt_length='
         f'{self.max_prompt_length} tokens need one of at least {self.max_prompt_length - 1}'
       )
-    if ':' not in self.engine:  # A user's own engine is imported only when a run needs it.
+    if ':' not in self.engine:  # A custom engine is imported only when a run needs it.
       named_pair(self.engine, 'engine', ENGINES)
       if self.engine_options:
         raise UserError(
@@ -596,22 +328,29 @@ class LearnerConfig:
   """Optimizer for stages that do not set one. If None, each stage must set its own."""
   chunk_len: int | None = None
   """Length of a packed chunk in tokens. If None, it is the length of the longest possible sequence,
-  rounded up to a multiple of 8 and of `mesh.sequence`.
+  rounded up to a multiple of 8 and of `mesh.sequence`. If prefixes are shared, chunks are longer,
+  so that a group fits into a chunk, and correspondingly fewer, so that a micro-batch has the same
+  number of tokens.
   """
   chunks_per_rank: int = 8
   """Number of chunks that each data-parallel rank has in a micro-batch."""
+  share_prefixes: bool = True
+  """Whether a prefix that several sequences of a group or pair have in common, such as their
+  prompt, is computed once instead of once per sequence. The results are the same up to rounding.
+  The option has an effect only if attention is 'masked' or 'blockwise' (see `policy.attention`).
+  """
   logits_budget_bytes: int = 256 << 20
   """Maximum size of the logits in bytes per rank. To stay below it, logits are computed for part of
   the tokens at a time.
   """
 
   def __post_init__(self):
-    _at_least('learner.', self, chunk_len=1, chunks_per_rank=1, logits_budget_bytes=1)
+    check_at_least('learner.', self, chunk_len=1, chunks_per_rank=1, logits_budget_bytes=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """Configuration of a whole run."""
+  """Configuration of a run."""
 
   name: str
   """Name of the run; the default run directory is `runs/<name>`."""
@@ -629,9 +368,13 @@ class Config:
   checkpoint: CheckpointConfig = CheckpointConfig()
   logging: LoggingConfig = LoggingConfig()
   coordination: CoordinationConfig = CoordinationConfig()
+  phases: PhasesConfig | None = None
+  """Memory phases, in which rollouts, forward passes and updates take turns on the devices, and
+  idle roles are moved off the devices. If None, everything stays on the devices.
+  """
   registry: RegistryConfig | None = None
   """Registry through which the trainer, servers, scorer hosts and explorers of the job find each
-  other. If this is `{}`, it is in the run directory. If None, addresses are configured instead.
+  other. The value `{}` places it in the run directory. If None, addresses are configured instead.
   """
   compilation_cache: str | None = None
   """Directory of JAX's persistent compilation cache. If None, there is no cache."""
@@ -647,6 +390,15 @@ class Config:
     """Whether any stage or evaluation generates completions, so that an engine is needed."""
     return bool(self.evaluation) or any(stage.explores for stage in self.stages)
 
+  def rewards_of(self, stage: str) -> RewardsConfig:
+    """Returns the scorers that judge a stage's rollouts, with their weights in that stage.
+
+    Args:
+      stage: name of a stage. If no stage has this name, the result is `rewards`.
+    """
+    source = next((s.source for s in self.stages if s.name == stage), None)
+    return self.rewards.weighted(source.rewards if isinstance(source, Rollouts) else None)
+
   def __post_init__(self):
     if not self.stages:
       raise UserError('stages: empty, wanted at least one')
@@ -657,6 +409,9 @@ class Config:
       )
     if self.rollout.partial is not None:
       self._check_partial()
+    self._check_kv()
+    if self.phases is not None:
+      self._check_phases(self.phases)
     if self.registry is None:
       self._check_no_registry()
     for before, stage in itertools.pairwise(self.stages):
@@ -668,6 +423,8 @@ class Config:
     for stage in self.stages:
       if isinstance(stage.source, Rollouts):
         stage.source.limits.check(self.rollout.collect_deadline_s, f'stages.{stage.name}.source.')
+    self._check_origins()
+    self._check_rewards()
     named = {
       part: getattr(self, part)
       for part in ('tasksets', 'preferences', 'examples', 'stages', 'evaluation')
@@ -679,8 +436,58 @@ class Config:
           raise UserError(
             f'{part}: {names.count(name)} are called {name!r}; give each its own name'
           )
-    if self.rollout.engine in ENGINES:  # One of the user's own is imported when a run needs it.
+    if self.rollout.engine in ENGINES:  # A custom engine is imported only when a run needs it.
       self.check_sampling()
+
+  def _check_kv(self) -> None:
+    """Raises UserError if the engine's option `kv` is 'keep' in a stage without completions in
+    flight at weight updates, or is 'recompute' although completions may be too long for the prefill
+    buckets.
+    """
+    rollout = self.rollout
+    kv = {'embedded': rollout.embedded.kv, 'vllm': rollout.vllm.kv}.get(rollout.engine)
+    where = f'rollout.{rollout.engine}.kv'
+    for stage in self.stages:
+      if kv == 'keep' and isinstance(stage.source, Rollouts) and not stage.source.bound:
+        raise UserError(
+          f"{where}: 'keep', and stages.{stage.name}.source.bound is 0, at which each token is "
+          "sampled from the newest weights alone; wanted a bound above 0, or 'recompute'"
+        )
+    longest = max(rollout.embedded.prefill_buckets, default=rollout.max_length)
+    if (rollout.engine, kv) == ('embedded', 'recompute') and longest < rollout.max_length - 2:
+      raise UserError(
+        f"{where}: 'recompute', and rollout.embedded.prefill_buckets are up to {longest}; wanted "
+        f'one of at least {rollout.max_length - 2}, or none for the default'
+      )
+
+  def _check_phases(self, phases: PhasesConfig) -> None:
+    """Raises UserError if memory phases are combined with incompatible settings."""
+    for stage in self.stages:
+      if isinstance(stage.source, Rollouts) and stage.source.bound:
+        raise UserError(
+          f'phases: stages.{stage.name}.source.bound is {stage.source.bound}, at which rollouts '
+          'are generated while the policy is updated, so they cannot take turns on the devices; '
+          'set bound to 0, or remove phases'
+        )
+    vllm = self.rollout.vllm_servers
+    if vllm is None or phases.engine == 'resident':
+      return
+    if phases.engine == 'destroy' and vllm.attached:
+      raise UserError(
+        "phases.engine: 'destroy', and the run cannot stop and start the servers of "
+        f"rollout.vllm.{'discover' if vllm.addresses == () else 'addresses'}; wanted 'sleep', "
+        "'resident', or servers of its own"
+      )
+    if vllm.discover is not None:
+      raise UserError(
+        "phases.engine: 'sleep', and with rollout.vllm.discover servers join and leave while "
+        "others sleep; wanted 'resident', or rollout.vllm.addresses"
+      )
+    if phases.engine == 'sleep' and not vllm.attached and not vllm.args.get('enable_sleep_mode'):
+      raise UserError(
+        "phases.engine: 'sleep', and the servers start without it; set "
+        "rollout.vllm.args.enable_sleep_mode=True (GPUs only), or phases.engine='destroy'"
+      )
 
   def _check_no_registry(self) -> None:
     """Raises UserError if a field requires a registry, but none is configured."""
@@ -701,6 +508,59 @@ class Config:
           f'{what}, and the run has no registry; set --config.registry={{}}, or give addresses '
           'and tokens'
         )
+
+  def _check_origins(self) -> None:
+    """Raises UserError if a stage needs weights or rollouts that do not exist when it begins."""
+    for i, stage in enumerate(self.stages):
+      earlier, where = [before.name for before in self.stages[:i]], f'stages.{stage.name}.init_from'
+      for name in stage.init_from:
+        if name not in (*earlier, BASE):
+          raise UserError(f'{where}: {name!r}, wanted one of {[*earlier, BASE]}')
+        if name in earlier and name == BASE:
+          raise UserError(f'{where}: {name!r} is the name of a stage, too; rename the stage')
+      if stage.waits_for_rows:
+        self._check_own_rollouts(stage, self.stages[:i])
+      if len(stage.init_from) > 1 and self.policy.lora is not None:
+        raise UserError(
+          f'{where}: {list(stage.init_from)}, and adapters have no mean that is an adapter, too; '
+          'name one, or remove policy.lora'
+        )
+
+  def _check_own_rollouts(self, stage: StageConfig, earlier: Sequence[StageConfig]) -> None:
+    """Raises UserError if a stage cannot learn from the rollouts of the stages that it names."""
+    where = f'stages.{stage.name}.source'
+    whole = [
+      before.name
+      for before in earlier
+      if isinstance(before.source, Rollouts) and before.source.selection.kind in ('all', 'mixed')
+    ]
+    for name in stage.source.stages:
+      if name not in whole:
+        raise UserError(
+          f'{where}.stages: {name!r}, wanted one of {whole}, the earlier stages with Rollouts '
+          "whose selection is 'all' or 'mixed'"
+        )
+    if self.rollout.max_steps > 1:
+      raise UserError(
+        f'{where}: Stored learns from trajectories of one step, and rollout.max_steps is '
+        f'{self.rollout.max_steps}; use Recorded, or max_steps 1'
+      )
+
+  def _check_rewards(self) -> None:
+    """Raises UserError if a stage names scorers that are not configured, or if its list of scorers
+    is empty.
+    """
+    names = [scorer.name for scorer in self.rewards.scorers]
+    for stage in self.stages:
+      if not isinstance(stage.source, Rollouts) or stage.source.rewards is None:
+        continue
+      where = f'stages.{stage.name}.source.rewards'
+      if not stage.source.rewards:
+        raise UserError(f'{where}: empty; wanted weights of {names}, or None for all of them')
+      for name in stage.source.rewards:
+        if name not in names:
+          raise UserError(f'{where}: no scorer {name!r}; configured are {names}')
+      self.rewards_of(stage.name)  # Raises UserError for invalid weights.
 
   def _check_partial(self) -> None:
     """Raises UserError if partial rollouts are combined with an option that does not support
@@ -747,6 +607,15 @@ class Config:
           reason = f"{where}.selection {source.selection.kind!r}; wanted 'all' or 'mixed'"
     if reason:
       raise UserError(f'rollout.partial: cannot be combined with {reason}')
+
+  def sequences(self, stage: StageConfig) -> tuple[int, int]:
+    """Returns two maximum numbers of sequences in a batch of a stage: rollouts (with all steps of
+    their trajectories) or static rows, and the expert rows that join rollouts.
+    """
+    source = stage.source
+    experts = source.expert_rows if isinstance(source, Rollouts) else 0
+    steps = self.rollout.max_steps if isinstance(source, Rollouts | Recorded) else 1
+    return (source.sequences - experts) * steps, experts
 
   def check_sampling(self) -> None:
     """Raises UserError if a stage or evaluation uses sampling parameters that its engine does not

@@ -20,8 +20,8 @@ from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import PeerFailed
 
 _ECHO_S = 1.0
-"""Seconds during which another SIGTERM is taken for a copy of the first one. A scheduler that
-signals the whole process tree reaches a process twice: directly and through its supervisor.
+"""Seconds during which another SIGTERM is considered a copy of the first. A scheduler that signals
+the whole process tree reaches a process twice: directly and through its supervisor.
 """
 _FIRST_S = 1.0
 """Seconds that process 0 waits for the other processes to exit, since its own exit would abort
@@ -32,7 +32,7 @@ _SHARE = 0.9
 
 
 class Interrupted(RunError):
-  """A run that was asked to stop could not commit, because it lost another process."""
+  """A run that was being stopped could not commit, because it lost another process."""
 
   def __init__(self, signum: int, message: str):
     super().__init__(message)
@@ -73,8 +73,8 @@ class Stopping:
       asyncio.get_running_loop().add_signal_handler(signum, self._receive, signum)
 
   def begin(self) -> None:
-    """Records that the loop has begun. From now on, a signal makes the loop commit and stop;
-    before, it ends the process at once.
+    """Records that the loop has begun. Before this call, a signal ends the process at once;
+    afterwards, it makes the loop commit and stop.
     """
     self._begun = True
 
@@ -87,7 +87,7 @@ class Stopping:
     name = signal.Signals(self.signum).name
     return Interrupted(
       self.signum,
-      f'stopped by {name}, without a further commit, because another process has left: '
+      f'stopped by {name}, without another commit, because another process has left: '
       f'{self._committed()} ({error})',
     )
 
@@ -120,7 +120,7 @@ class Stopping:
   def _expire(self) -> None:
     _say(
       f'SIGTERM: still stopping after {_SHARE * self._grace_s:g} s of {self._grace_s:g} s '
-      f'(coordination.grace_s), exiting without a further commit; {self._committed()}'
+      f'(coordination.grace_s), exiting without another commit; {self._committed()}'
     )
     script.leave_at_once(128 + signal.SIGTERM)
 

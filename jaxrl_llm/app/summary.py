@@ -22,8 +22,8 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
   """
   console = Console()
   rows, _ = read_jsonl(workdir / METRICS_FILE)
-  # Only the accuracies of tasks and pairs, not their standard errors or the keys that accompany a
-  # null accuracy.
+  # Selects the accuracies of tasks and pairs, but not their standard errors or the keys that
+  # accompany a missing accuracy.
   accuracy = re.compile(r'val-core/.+/(acc/[^/]+|rewards/accuracies)')
   columns = sorted({key for row in rows for key in row if accuracy.fullmatch(key)})
   table = Table('stage', 'step', *columns)

@@ -58,7 +58,7 @@ def load_config(spec: str | Config, overrides: Mapping[str, Json] | None = None)
   """Loads a configuration as --config does, and applies overrides to it.
 
   Args:
-    spec: `FILE.py[:VARIANT]`, the name of a shipped configuration, or a configuration made already.
+    spec: `FILE.py[:VARIANT]`, the name of a shipped configuration, or a `Config` value.
     overrides: values keyed by dotted key, such as {'stages.grpo.steps': 10}. Strings are parsed as
       on the command line.
 
@@ -89,8 +89,8 @@ def train(
   Args:
     branch_from: 'RUN' or 'RUN:STEP': commit of another run from which this one starts, by default
       its newest. If None, the run starts from the beginning.
-    reset: parts of the other run that this one begins afresh: any of 'optimizer' (its moments),
-      'data' (the position in the data) and 'store'.
+    reset: parts of the other run that are not taken over: any of 'optimizer' (its moments), 'data'
+      (the position in the data) and 'store'.
 
   Raises:
     UserError: the configuration or the run directory cannot be used, or the run cannot continue.
@@ -122,14 +122,14 @@ def train(
 
 
 def _run_in_a_thread(config: Config, path: pathlib.Path, branch: Branch | None) -> int:
-  """Runs the training in a thread of its own and returns the run's exit code."""
+  """Runs the training in a new thread and returns the run's exit code."""
   ended: concurrent.futures.Future[int] = concurrent.futures.Future()
   interrupts: list[Callable[[], object]] = []
   interrupted = threading.Event()
 
   async def work() -> None:
     if not ended.set_running_or_notify_cancel():
-      return  # Interrupted before it began.
+      return  # The interrupt came before the training began.
     loop = asyncio.get_running_loop()
 
     def on_start(stop: Stop) -> None:
@@ -142,16 +142,16 @@ def _run_in_a_thread(config: Config, path: pathlib.Path, branch: Branch | None) 
     except BaseException as error:
       ended.set_exception(error)
 
-  # Make the thread a daemon, so that Python does not wait for it at exit: after one of the run's
-  # waits has exceeded its time limit, the thread may be stuck forever.
+  # A daemon thread, so that Python does not wait for it at exit. If one of the run's waits exceeds
+  # its time limit, the thread may be stuck forever.
   thread = threading.Thread(target=lambda: asyncio.run(work()), name='train', daemon=True)
   try:
     thread.start()
-    return ended.result()  # The wait 'main' is bounded by the run's own waits.
+    return ended.result()  # The wait 'main' is bounded: every wait of the run has a deadline.
   except KeyboardInterrupt:
-    if ended.cancel():  # The thread has not begun; nothing was written.
+    if ended.cancel():  # The thread had not begun, so nothing was written.
       raise
     interrupted.set()
     for interrupt in interrupts:
       interrupt()
-    return ended.result()  # The wait 'main' is bounded by the run's own waits.
+    return ended.result()  # The wait 'main' is bounded: every wait of the run has a deadline.

@@ -17,18 +17,21 @@ an array's shape and dtype.
 class Chunks:
   """One micro-batch, or several if the arrays have the leading axis `micro`.
 
-  Several sequences share a chunk, where each sequence is called a segment.
+  A chunk contains several sequences, each of which is called a segment. If sequences share
+  prefixes, a segment contains only the tokens that its sequence does not share with an earlier
+  sequence of the chunk, preceded by the last shared token, whose hidden state predicts the first of
+  them.
   """
 
   tokens: Int[Leaf, '*micro chunks time']
   positions: Int[Leaf, '*micro chunks time']
-  """Position of the token in its segment, counted from 0."""
+  """Position of the token in its sequence, counted from 0."""
   segment_ids: Int[Leaf, '*micro chunks time']
   """Number of the token's segment within its chunk, counted from 1; 0 for padding."""
   loss_mask: Bool[Leaf, '*micro chunks time']
   """Whether the token is trained on."""
   reported: Bool[Leaf, '*micro chunks time']
-  """Whether the logprob of the token is reported. This is so for all tokens in the loss mask of a
+  """Whether the logprob of the token is reported. This is so for every token in the loss mask of a
   stored sample, even if the sample is left out of the loss.
   """
   is_expert: Bool[Leaf, '*micro chunks time']
@@ -50,6 +53,10 @@ class Chunks:
   """
   label: Float[Leaf, '*micro chunks segments']
   """Role of the segment in its pair: 1 for chosen, -1 for rejected, 0 if it is in no pair."""
+  seen_until: Int[Leaf, '*micro chunks time'] | None = None
+  """Number of the last segment of the chunk that sees the token; 0 for padding. Segments are in
+  depth-first order, see `ops.places.Places`. None if sequences do not share prefixes.
+  """
 
   @property
   def segments(self) -> int:
@@ -73,22 +80,28 @@ _DTYPES = {
   'temperature': np.float32,
   'pair': np.int32,
   'label': np.float32,
+  'seen_until': np.int32,
 }
 _PER_SEGMENT = frozenset({'temperature', 'pair', 'label'})
 
 
-def shapes(*leading: int, time: int, segments: int) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes(
+  *leading: int, time: int, segments: int, shares_prefixes: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the shape and dtype of each field of `Chunks`, keyed by field.
 
   Args:
     leading: sizes of the axes before the last one.
     time: size of the axis `time`.
     segments: size of the axis `segments`.
+    shares_prefixes: whether to include the field `seen_until`.
   """
 
   def width(name):
     return segments if name in _PER_SEGMENT else time
 
   return {
-    name: jax.ShapeDtypeStruct((*leading, width(name)), dtype) for name, dtype in _DTYPES.items()
+    name: jax.ShapeDtypeStruct((*leading, width(name)), dtype)
+    for name, dtype in _DTYPES.items()
+    if shares_prefixes or name != 'seen_until'
   }

@@ -39,22 +39,34 @@ class Packing:
   micro_batches: int
   """Number of micro-batches, at least 1."""
   length: Int32[np.ndarray, 'rows']
+  """Number of the row's tokens that are stored in its chunk."""
   micro_batch: Int32[np.ndarray, 'rows']
   chunk: Int32[np.ndarray, 'rows']
   """Index of the row's chunk in the micro-batch, counted over all ranks."""
   offset: Int32[np.ndarray, 'rows']
-  """Position of the row's first token in the chunk."""
+  """Position in the chunk of the row's first stored token."""
   segment: Int32[np.ndarray, 'rows']
-  """Number of the row in its chunk, counted from 1 by offset. In segment ids, 0 stands for padding.
+  """Number of the row in its chunk, counted from 1 in order of offset. In segment ids, 0 marks
+  padding.
+  """
+  first: Int32[np.ndarray, 'rows']
+  """Number of tokens at the beginning of the row that are not stored with it, because earlier rows
+  of its chunk share them; see `batching.trees`.
   """
 
   @property
   def tokens(self) -> int:
+    """Number of tokens in the chunks, where shared tokens count once."""
     return int(self.length.sum())
 
   @property
+  def shared_tokens(self) -> int:
+    """Number of tokens that are not computed, because they are stored with another row."""
+    return int(self.first.sum())
+
+  @property
   def utilisation(self) -> float:
-    """Fraction of token slots, over all ranks and micro-batches, that hold a token."""
+    """Fraction of token slots, over all ranks and micro-batches, that contain a token."""
     return self.tokens / (self.micro_batches * self.ranks * self.chunks * self.chunk_len)
 
 
@@ -62,8 +74,8 @@ def deal(units: Sequence[Sequence[int]], steps: int, *, seed: int) -> list[list[
   """Distributes units over optimizer steps at random. The numbers of units per step differ by at
   most 1.
 
-  Units must be dealt before any sorting by length: if a sorted batch were split, the minibatches
-  would have very different mean lengths, which would change the algorithm.
+  Units must be distributed before any sorting by length: if a sorted batch were split, the
+  minibatches would have very different mean lengths, which would change the algorithm.
 
   Args:
     units: row numbers of each unit.
@@ -98,8 +110,8 @@ def pack(
 
   Args:
     lengths: number of tokens of each row.
-    units: row numbers of each unit. Every row is in exactly one unit. If None, every row is a unit
-      of its own.
+    units: row numbers of each unit. Every row is in exactly one unit. If None, every row is a
+      separate unit.
     ranks: data-parallel ranks.
     chunks: chunks per rank and micro-batch.
     chunk_len: tokens per chunk.
@@ -127,6 +139,7 @@ def pack(
     chunk=places[1],
     offset=places[2],
     segment=places[3],
+    first=np.zeros(len(lengths), np.int32),
   )
 
 
@@ -176,8 +189,8 @@ class _RankBins:
     self.places: dict[int, tuple[int, int, int]] = {}
     self._rows: list[int] = []
     self._by_free: list[tuple[int, int]] = []
-    """(free tokens, chunk) of all chunks so far, sorted. The first one with enough free tokens is
-    the fullest one with room.
+    """(free tokens, chunk) of all chunks so far, in ascending order. The first entry with enough
+    free tokens is the fullest chunk with room.
     """
 
   def place(self, rows: Sequence[int], lengths: Sequence[int]) -> None:

@@ -7,26 +7,30 @@ so each process derives it.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxrl_llm.batching.packing import Packing, deal, pack
+from jaxrl_llm.batching.trees import Branch, pack_trees, sorted_prefixes
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.types import Json
 
 _DRAWS = 16
-"""Number of optimizer steps drawn at random to choose the chunks per micro-batch."""
+"""Number of randomly drawn optimizer steps that are packed to choose the chunks per micro-batch."""
 _KEPT = 0.97
-"""Minimum fraction of token slots in use, relative to that with the fewest possible chunks per
-micro-batch.
+"""Minimum fraction of used token slots, relative to the fraction with the fewest possible chunks
+per micro-batch.
 """
 
 
 _ABSENT: Mapping[str, Json] = {'version_step': -1, 'trajectory': '', 'pair': '', 'label': 0}
-"""Value that stands for None in files, keyed by field of Row."""
+"""Value that represents None in files, keyed by field of Row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,29 +51,46 @@ class Row:
   truncated: bool
   """Whether the length limit ended the sequence."""
   version_step: int | None
-  """Step of the oldest policy version that sampled any of the row's tokens in the loss. None if no
-  token in the loss was sampled by this run.
+  """Step of the oldest policy version that sampled any of the row's tokens in the loss. None if
+  this run sampled none of them.
   """
   correct: bool | None = None
-  """Whether the completion is correct by the taskset's own measure. None if this is unknown or the
-  sequence is not a rollout.
+  """Whether the completion is correct according to the taskset's scorer. None if this is unknown or
+  the sequence is not a rollout.
   """
   turn_rewards: tuple[float, ...] = ()
   """Rewards of the turns, in addition to `reward`. Each is credited at the last token of its
   turn.
   """
   trajectory: str | None = None
-  """Id of the row's trajectory, if each step of the trajectory is a row of its own. None if the
-  whole trajectory is this row.
+  """Id of the row's trajectory if each of its steps is a separate row. None if this row is the
+  whole trajectory.
   """
   step_index: int = 0
   """Index of the row's step in its trajectory."""
+  prompt_digest: str = ''
+  """Digest of the row's prompt, by which steps that start from the same state are recognized. Empty
+  if no trajectory of the batch has several steps.
+  """
   masked: bool = False
-  """Whether the row is not trained on, although it counts in its group's baseline."""
+  """Whether the row only counts in its group's baseline and is not trained on."""
   pair: str | None = None
   """Id of the row's preference pair; None if it is in no pair."""
   label: Literal[1, -1] | None = None
   """Role in the pair: 1 for chosen, -1 for rejected. None if the row is in no pair."""
+  place: int = 0
+  """Index of the row in its family (a preference pair or a group). The rows of a family are sorted
+  by token ids.
+  """
+  common: int = 0
+  """Number of leading tokens that the row has in common with the row before it in its family.
+  Tokens after the family's longest prompt do not count.
+  """
+
+  @property
+  def family(self) -> tuple[str, str]:
+    """Key of the row's family: the rows with which it may share a prefix."""
+    return ('pair', self.pair) if self.pair else ('group', self.group)
 
   def to_json(self) -> dict[str, Json]:
     row = dataclasses.asdict(self)
@@ -143,6 +164,12 @@ class Shape:
   """Upper bound on the number of micro-batches. A step may use fewer without recompilation."""
   segments: int
   """Upper bound on the number of sequences per chunk."""
+  shares_prefixes: bool = False
+  """Whether leading tokens that several sequences of a chunk have in common are stored only once in
+  the chunk.
+  """
+  rows_per_chunk: int = 1
+  """Number of sequences of the maximum length that fit into a chunk."""
 
   @property
   def total_chunks(self) -> int:
@@ -150,17 +177,25 @@ class Shape:
     return self.ranks * self.chunks
 
   def pack(self, lengths: Sequence[int], units: Sequence[Sequence[int]] | None = None) -> Packing:
-    """Packs the rows of one optimizer step; see `packing.pack`."""
+    """Packs the rows of one optimizer step, without sharing prefixes; see `packing.pack`."""
     return pack(
       lengths, units=units, ranks=self.ranks, chunks=self.chunks, chunk_len=self.chunk_len
     )
 
 
 def plan_shape(
-  *, rows: int, ranks: int, chunks: int, chunk_len: int, unit: int = 1, lengths: Sequence[int] = ()
+  *,
+  rows: int,
+  ranks: int,
+  chunks: int,
+  chunk_len: int,
+  unit: int = 1,
+  lengths: Sequence[int] = (),
+  longest: int | None = None,
+  shares_prefixes: bool = False,
 ) -> Shape:
-  """Returns a shape into which any `rows` sequences of at most `chunk_len` tokens fit, even if each
-  of them needs a chunk of its own.
+  """Returns a shape into which any `rows` sequences of at most `longest` tokens fit, even if no
+  two of them share a prefix.
 
   Args:
     rows: maximum number of sequences per optimizer step.
@@ -171,8 +206,11 @@ def plan_shape(
     unit: number of sequences that must stay together (2 for preference pairs, otherwise 1).
     lengths: lengths of the stage's sequences, or of a sample of them. The lengths of a unit's
       sequences are adjacent. Empty if the lengths are unknown.
+    longest: maximum length of a sequence. If None, it is `chunk_len`.
+    shares_prefixes: see `Shape`.
   """
-  if chunks < unit:
+  rows_per_chunk = chunk_len // (longest or chunk_len)
+  if chunks * rows_per_chunk < unit:
     raise UserError(
       f'learner.chunks_per_rank: {chunks} chunks per micro-batch cannot hold {unit} sequences that '
       f'belong together; wanted at least {unit}'
@@ -180,21 +218,31 @@ def plan_shape(
   units = -(-rows // unit // ranks)
   if lengths:
     chunks = _plan_chunks(
-      lengths, rows=rows, ranks=ranks, most=chunks, chunk_len=chunk_len, unit=unit
+      lengths,
+      rows=rows,
+      ranks=ranks,
+      least=-(-unit // rows_per_chunk),
+      most=chunks,
+      chunk_len=chunk_len,
+      unit=unit,
     )
   return Shape(
     ranks=ranks,
     chunks=chunks,
     chunk_len=chunk_len,
-    micro_batches=-(-units // (chunks // unit)),
-    segments=max(1, min(chunk_len, units * unit)),
+    micro_batches=-(-units // (chunks * rows_per_chunk // unit)),
+    # Trees are assigned to ranks regardless of their numbers of rows.
+    segments=max(1, min(chunk_len, rows if shares_prefixes else units * unit)),
+    shares_prefixes=shares_prefixes,
+    rows_per_chunk=rows_per_chunk,
   )
 
 
 def _plan_chunks(
-  lengths: Sequence[int], *, rows: int, ranks: int, most: int, chunk_len: int, unit: int
+  lengths: Sequence[int], *, rows: int, ranks: int, least: int, most: int, chunk_len: int, unit: int
 ) -> int:
-  """Returns the largest number of chunks per micro-batch, up to `most`, with good utilisation.
+  """Returns the largest number of chunks per micro-batch, from `least` to `most`, with good
+  utilisation.
 
   Utilisation is the fraction of token slots in use. It is highest with the fewest possible chunks
   per micro-batch, because the chunks of a rank are rounded up to whole micro-batches. Larger
@@ -208,18 +256,18 @@ def _plan_chunks(
   steps = [[length for group in draw for length in groups[group]] for draw in drawn]
   units = [list(range(i, i + unit)) for i in range(0, count * unit, unit)]
 
-  def least(chunks: int) -> float:
+  def worst(chunks: int) -> float:
     return min(
       pack(step, units=units, ranks=ranks, chunks=chunks, chunk_len=chunk_len).utilisation / full
       for step, full in zip(steps, best)
     )
 
   best = [
-    pack(step, units=units, ranks=ranks, chunks=unit, chunk_len=chunk_len).utilisation
+    pack(step, units=units, ranks=ranks, chunks=least, chunk_len=chunk_len).utilisation
     for step in steps
   ]
   return next(
-    chunks for chunks in range(most, unit - 1, -1) if chunks == unit or least(chunks) >= _KEPT
+    chunks for chunks in range(most, least - 1, -1) if chunks == least or worst(chunks) >= _KEPT
   )
 
 
@@ -244,7 +292,7 @@ def deal_rows(
   kinds = [[u for u in units if rows[u[0]].is_expert is expert] for expert in (False, True)]
   steps: list[tuple[int, ...]] = []
   for epoch in range(epochs):
-    # With seed + epoch, the second epoch of a batch would be split like the first of the next
+    # With seed + epoch, the second epoch of a batch would be split like the first epoch of the next
     # batch.
     dealt = [deal(kind, minibatches, seed=seed * epochs + epoch) for kind in kinds if kind]
     for number in range(minibatches):
@@ -255,9 +303,64 @@ def deal_rows(
   return tuple(steps)
 
 
+def with_prefixes(rows: Sequence[Row], samples: Sequence[Sample]) -> list[Row]:
+  """Returns the rows with the fields `place` and `common` set, which describe the tokens that they
+  share.
+
+  Args:
+    samples: sample of each row.
+  """
+  families: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+  for i, row in enumerate(rows):
+    families[row.family].append(i)
+  result = list(rows)
+  for members in families.values():
+    # A row can share at most its prompt, so later tokens need not be compared.
+    most = max(rows[i].prompt_len for i in members)
+    prefixes = sorted_prefixes([samples[i].tokens[:most] for i in members])
+    for place, (member, common) in enumerate(prefixes):
+      i = members[member]
+      # If a row's prompt is trained on, all of the row's tokens are stored with it.
+      trained = samples[i].loss_mask[: rows[i].prompt_len].any()
+      result[i] = dataclasses.replace(rows[i], place=place, common=0 if trained else common)
+  return result
+
+
 def pack_step(plan: StepPlan, number: int, shape: Shape) -> Packing:
   """Packs the rows of the plan's optimizer step `number`. Row i of the packing is the row
   `plan.optimizer_steps[number][i]` of the plan.
   """
-  rows = [plan.rows[i] for i in plan.optimizer_steps[number]]
-  return shape.pack([row.length for row in rows], units_of(rows))
+  numbers = plan.optimizer_steps[number]
+  rows = [plan.rows[i] for i in numbers]
+  lengths, units = [row.length for row in rows], units_of(rows)
+  if not shape.shares_prefixes:
+    return shape.pack(lengths, units)
+  return pack_trees(
+    lengths,
+    _families(plan.rows, numbers),
+    units=units,
+    ranks=shape.ranks,
+    chunks=shape.chunks,
+    chunk_len=shape.chunk_len,
+  )
+
+
+def _families(rows: Sequence[Row], numbers: Sequence[int]) -> list[list[Branch]]:
+  """Returns the families of an optimizer step, as `pack_trees` takes them. A branch's `row` is an
+  index in `numbers`, the numbers of the step's rows.
+  """
+  index = {number: i for i, number in enumerate(numbers)}
+  families: dict[tuple[str, str], list[Branch]] = {}
+  # The prefix shared with the previous row of the optimizer step is the shortest of the prefixes
+  # shared by neighbours between the two rows.
+  shortest: dict[tuple[str, str], float] = {}
+  for number in sorted(range(len(rows)), key=lambda number: rows[number].place):
+    row = rows[number]
+    common = min(row.common, shortest.get(row.family, math.inf))
+    if number not in index:
+      shortest[row.family] = common
+      continue
+    shortest[row.family] = math.inf
+    family = families.setdefault(row.family, [])
+    family.append(Branch(index[number], min(common, row.prompt_len - 1) if family else 0))
+  return list(families.values())

@@ -32,7 +32,7 @@ SCALARS = {
 
 def nearest(word: str, choices: Iterable[str]) -> str:
   """Returns a hint for an unknown name: the most similar choice, or all choices if none is
-  close.
+  similar.
   """
   choices = [str(choice) for choice in choices]
   close = difflib.get_close_matches(word, choices, n=1)
@@ -58,7 +58,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def is_json(annotation: Any) -> bool:
-  """Whether an annotation allows any JSON value.
+  """Returns whether an annotation allows any JSON value.
 
   Such annotations are Any, and unions that have an untyped list or dict as a member.
   """

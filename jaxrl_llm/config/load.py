@@ -109,7 +109,8 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], str | None, dict[str, st
     if match['key'] is None:
       spec = text
     else:
-      overrides.pop(match['key'], None)  # A repeated key moves to the end.
+      # A repeated key moves to the end, so that the last value wins.
+      overrides.pop(match['key'], None)
       overrides[match['key']] = text
   return rest, spec, overrides
 
@@ -228,8 +229,8 @@ def call_file(
 def override_text(key: str, value: Any) -> str:
   """Returns the text of an override that sets the given value; `apply_overrides` parses this text.
 
-  Text stays as it is, and other values become JSON. Raises UserError for values that JSON cannot
-  represent.
+  Text is returned unchanged, and other values become JSON. Raises UserError for values that JSON
+  cannot represent.
   """
   if isinstance(value, str):
     return value

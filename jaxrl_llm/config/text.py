@@ -31,8 +31,11 @@ from jaxrl_llm.core.files import parse_json
 
 _NONE_WORDS = ('none', 'None', 'null')
 _BOOL_WORDS = {'true': True, 'True': True, 'false': False, 'False': False}
-_LONGEST_NUMBER = 1000  # In characters. Python itself rejects integers of more than 4300 digits.
-_INT_DIGITS_LIMIT = 18  # A larger exponent is a typo, and such an integer could exhaust memory.
+# Maximum length of a number in characters. Python itself rejects integers of more than 4300 digits.
+_LONGEST_NUMBER = 1000
+# Maximum exponent of an integer. A larger exponent is a typo, and such an integer could exhaust
+# memory.
+_INT_DIGITS_LIMIT = 18
 
 
 def parse_text(text: str, annotation: Any, where: str) -> Any:
@@ -121,7 +124,7 @@ def _parse_tuple(text: str, kind: Any, where: str) -> Any:
     return value
   inner = text[1:-1] if text.startswith('(') and text.endswith(')') else text
   parts = [part.strip() for part in inner.split(',')]
-  if parts[-1] == '':  # Trailing comma as in (1,), or empty text.
+  if parts[-1] == '':  # The text is empty or has a trailing comma, as in (1,).
     parts.pop()
   kinds = element_types(kind, len(parts), where)
   return [

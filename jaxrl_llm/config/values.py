@@ -40,6 +40,19 @@ def check_types(config: Any, where: str = 'config') -> None:
   _check(config, type(config), where)
 
 
+def check_at_least(where: str, config: Any, **bounds: int) -> None:
+  """Raises UserError if a field is below its lower bound. None is always permitted.
+
+  Args:
+    where: dotted key of `config` in messages, with a final dot; may be empty.
+    bounds: lower bound of each field, keyed by the field's name.
+  """
+  for name, least in bounds.items():
+    value = getattr(config, name)
+    if value is not None and value < least:
+      raise UserError(f'{where}{name}: {value}, wanted at least {least}')
+
+
 def to_json(config: Any) -> Any:
   """Converts a configuration to JSON that shares no objects with it.
 

@@ -43,12 +43,13 @@ def write_durably(path: pathlib.Path, text: str) -> None:
 def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
   """Makes `source` available as `target`, and creates the directory of `target`.
 
-  `target` becomes a hard link to the file, so nobody may change the file in place. It becomes a
+  `target` becomes a hard link to the file, so the file must not be modified in place. It becomes a
   durable copy instead if no hard link can be made, or if `source` is a symbolic link, because the
-  file that a symbolic link leads to may belong to somebody who does change it.
+  target of a symbolic link may belong to a program that modifies it.
 
-  If the copy fails, `target` does not exist; a kill may leave a part of it. The caller syncs the
-  directory of `target`, once for all of its files, to make the name durable.
+  If copying fails, `target` does not exist. If the process is killed while it copies, `target` may
+  be incomplete. To make the new directory entry durable, the caller syncs the directory of `target`
+  after all of its files have been created.
 
   Raises FileExistsError if `target` exists.
   """
@@ -87,10 +88,10 @@ def scratch(prefix: str) -> Iterator[pathlib.Path]:
     folder = pathlib.Path(name)
     unlocked = folder / f'{_OWNER}.tmp'
     with unlocked.open('w') as owner:
-      # Lock the file before it gets its final name, since another process would take an unlocked
-      # file to be that of a killed process. No other process has the file open, so locking fails
-      # only on file systems without locks. On such a file system, the file keeps its temporary
-      # name, and the directory stays if this process is killed.
+      # Lock the file before it gets its final name, since other processes treat an unlocked file as
+      # the file of a killed process. No other process has the file open, so locking fails only on
+      # file systems without locks. On such a file system, the file keeps its temporary name, and
+      # the directory stays if this process is killed.
       with contextlib.suppress(OSError):
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unlocked.rename(folder / _OWNER)
@@ -99,7 +100,8 @@ def scratch(prefix: str) -> Iterator[pathlib.Path]:
 
 def _remove_orphans(prefix: str) -> None:
   for folder in pathlib.Path(tempfile.gettempdir()).glob(f'{prefix}*'):
-    with contextlib.suppress(OSError):  # The owner is alive, or the folder is being removed.
+    # The owner is alive, or another process is removing the folder.
+    with contextlib.suppress(OSError):
       status = folder.lstat()
       if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         continue

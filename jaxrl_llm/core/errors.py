@@ -12,7 +12,7 @@ class UserError(Exception):
   """The input or the environment is unusable.
 
   Launch scripts print the error as one line and exit with `exit_code`. The message is one line that
-  states what is wrong, where, the value got, the value wanted, and the remedy. If callers are to
+  states what is wrong, where, the value got, the value wanted, and the remedy. If callers need to
   catch the error, raise a subclass of UserError. A message may quote arbitrary text: nonprintable
   characters are escaped, and the middle of a long message is omitted.
   """
@@ -54,8 +54,8 @@ def one_line(text: object, limit: int = 400) -> str:
 def first_cause(error: BaseException) -> BaseException:
   """Returns the first UserError in an exception group, at any depth.
 
-  If the group contains no UserError, returns its first exception. An exception that is not a group
-  is returned itself.
+  If the group contains no UserError, returns its first exception. If `error` is not a group,
+  returns `error`.
   """
   causes = list(_leaves(error))
   return next((cause for cause in causes if isinstance(cause, UserError)), causes[0])

@@ -9,12 +9,15 @@ from jaxrl_llm.core.errors import UserError
 
 EXTRAS: Mapping[str, str] = {
   'datasets': 'datasets',
+  'gymnasium': 'gymnasium',
   'math_verify': 'math',
+  'mcp': 'mcp',
   'optuna': 'sweep',
   'reasoning_gym': 'reasoning-gym',
+  'textworld': 'textworld',
   'wandb': 'logging',
 }
-"""Extra of `pyproject.toml` that installs a library, keyed by the library's module."""
+"""Extra in `pyproject.toml` that installs each optional library, keyed by the library's module."""
 
 
 def check_library(module: str, where: str) -> None:

@@ -16,8 +16,15 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 MAX_DEPTH = 100
 """Maximum nesting depth of a JSON text, far below the depth at which Python's encoder fails."""
+_QUOTE = ord('"')
+_CURLY = 0x20
+"""Bit in which '{' differs from '[', and '}' from ']', in ASCII."""
+_PART = 1 << 17
+"""Number of bytes examined at a time. They fit into a processor's cache."""
 _KINDS = {
   stat.S_IFIFO: 'a FIFO',
   stat.S_IFCHR: 'a character device',
@@ -124,6 +131,38 @@ def check_file_depth(path: str | os.PathLike) -> None:
           depth -= 1
       if depth > MAX_DEPTH:
         raise ValueError(f'{path}, byte {token.start()}: {_TOO_DEEP}')
+
+
+def check_object(text: bytes) -> None:
+  """Checks the brackets of a large JSON text, so that parsers that crash on invalid nesting can
+  read it safely. The text must be one object, nested at most `MAX_DEPTH` levels deep. Python's
+  global lock is released most of the time unless the text contains backslashes.
+
+  Raises ValueError if the brackets are invalid. Everything else is left to the parser.
+  """
+  text = text.strip()
+  if not (text.startswith(b'{') and text.endswith(b'}')):
+    raise ValueError('not a JSON object')
+  if b'\\' in text:
+    text = b''.join(token for token in _TOKENS.findall(text) if len(token) == 1)
+  depth = quotes = 0
+  for start in range(0, len(text), _PART):
+    part = np.frombuffer(text, np.uint8, min(_PART, len(text) - start), start)
+    curly = part | _CURLY
+    marks = part[(part == _QUOTE) | (curly == ord('{')) | (curly == ord('}'))]
+    is_quote, curly = marks == _QUOTE, marks | _CURLY
+    quoted = quotes + np.cumsum(is_quote, dtype=np.int32)
+    steps = (curly == ord('{')).astype(np.int32) - (curly == ord('}'))
+    steps[is_quote | (quoted % 2 == 1)] = 0
+    depths = depth + np.cumsum(steps)
+    if depths.max(initial=0) > MAX_DEPTH:
+      raise ValueError(_TOO_DEEP)
+    is_last = start + _PART >= len(text)
+    if depths[: len(depths) - is_last].min(initial=1) < 1:
+      raise ValueError('more than one JSON value')
+    depth, quotes = depth + int(steps.sum()), int(quoted[-1]) if len(quoted) else quotes
+  if depth or quotes % 2:
+    raise ValueError('an incomplete JSON object')
 
 
 def check_depth(value: Any) -> None:

@@ -29,7 +29,7 @@ def parse(argv: Sequence[str]) -> list[str]:
 
 
 def asks_json(argv: Sequence[str]) -> bool:
-  """Whether a command line contains --json.
+  """Returns whether a command line contains --json.
 
   The command line may be unparsed and may contain invalid flags.
   """
@@ -81,7 +81,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
   async def guarded() -> T:
     try:
-      return await main  # The wait 'main' is bounded by the waits inside `main`.
+      return await main  # The wait 'main' is bounded: every wait inside `main` has a deadline.
     except Exception as error:
       if isinstance(first_cause(error), WaitExpired):
         cause = _earliest(error)

@@ -1,5 +1,5 @@
-"""Hides the values of secret environment variables, such as HF_TOKEN, in texts that others will
-read.
+"""Hides the values of secret environment variables, such as HF_TOKEN, in texts that other people
+will read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 NAME = r'(?i:(?<![^\W_])(?:api_?key|key|token|password|passwd|secret|credentials?))'
-"""Regular expression for the end of a variable's name whose value is secret, such as
+"""Regular expression for the end of the name of a secret environment variable, such as
 WANDB_API_KEY.
 """
 _MIN_LENGTH = 8
@@ -25,7 +25,7 @@ def hide_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
     for name, value in environment.items()
     if len(value) >= _MIN_LENGTH and re.search(f'{NAME}$', name)
   }
-  # Replace the longest value first, because a shorter one may be its beginning.
+  # Longest values first, because a shorter value may be the beginning of a longer one.
   for value in sorted(values, key=len, reverse=True):
     text = text.replace(value, '…')
   return text

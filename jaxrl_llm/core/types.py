@@ -26,8 +26,9 @@ class Version:
   """Identifier of one set of policy weights. It is never reused for other weights, even after a
   crash.
 
-  `step` counts completed batches; `attempt` counts how often the run was started in its run
-  directory.
+  `step` is the number of completed batches. `attempt` increases with each start of the run in its
+  run directory, and with each stage that begins with weights other than the previous stage's last
+  ones.
   """
 
   attempt: int

@@ -144,11 +144,11 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
   """
   task = asyncio.ensure_future(work)
   try:
-    # The wait 'work' is bounded by the deadlines inside `work`.
+    # The wait 'work' is bounded: every wait inside `work` has a deadline.
     await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
     return None if stop.done() else task.result()
   finally:
-    task.cancel()  # no effect on a completed task
+    task.cancel()  # This has no effect on a completed task.
     await asyncio.gather(task, return_exceptions=True)
 
 

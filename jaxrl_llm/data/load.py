@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Float32, Float64, Shaped
 from jaxrl_llm.batching.chunks import Chunks, shapes
 from jaxrl_llm.batching.packing import Packing
 from jaxrl_llm.batching.plan import Row, Shape, StepPlan, pack_step
+from jaxrl_llm.batching.trees import check_prefixes, seen_until
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.waits import bounded
@@ -55,7 +56,7 @@ class PackedStep(NamedTuple):
   chunks: Chunks
   packing: Packing
   rows: tuple[int, ...]
-  """Number, in the plan, of each packed row."""
+  """Index in the plan of each packed row."""
   grid: Grid
   """Part of the step's arrays that is on this process's devices."""
   loss_mask: Bool[np.ndarray, 'micro columns time']
@@ -71,7 +72,9 @@ Column = (
   Sequence[float | Float64[np.ndarray, '...'] | Float32[np.ndarray, '...']]
   | Float64[np.ndarray, 'rows']
 )
-"""Values for each row of a plan: either one value for all tokens of the row, or one per token."""
+"""Values for each row of a plan. A row has either one value for all its tokens, or an array with
+one value per token.
+"""
 
 
 class _Reads:
@@ -97,7 +100,7 @@ class _Reads:
 
 
 class _PackedPart(NamedTuple):
-  """Part of the plan that concerns one optimizer step, before its rows are read."""
+  """Part of a plan that belongs to one optimizer step, before its rows are read."""
 
   packing: Packing
   grid: Grid
@@ -154,14 +157,20 @@ class _PackedStepIterator(grain.DatasetIterator[PackedStep]):
     arrays = grid.zeros()
     arrays['temperature'][:] = 1.0
     pairs = _pair_numbers(self._plan, numbers, packing)
+    if grid.shape.shares_prefixes:
+      check_prefixes(dict(zip(grid.local, samples, strict=True)), packing)
+      for i, last in enumerate(seen_until(packing)):
+        if grid.holds(i):
+          arrays['seen_until'][grid.tokens(i)] = last
     for i, sample in zip(grid.local, samples, strict=True):
       row, at, segment = self._plan.rows[numbers[i]], grid.tokens(i), grid.segment(i)
-      arrays['tokens'][at] = sample.tokens
-      arrays['positions'][at] = np.arange(row.length)
+      held = slice(int(packing.first[i]), row.length)
+      arrays['tokens'][at] = sample.tokens[held]
+      arrays['positions'][at] = np.arange(held.start, held.stop)
       arrays['segment_ids'][at] = packing.segment[i]
-      arrays['loss_mask'][at] = arrays['reported'][at] = sample.loss_mask
+      arrays['loss_mask'][at] = arrays['reported'][at] = sample.loss_mask[held]
       arrays['is_expert'][at] = row.is_expert
-      arrays['behaviour_logprobs'][at] = sample.behaviour_logprobs
+      arrays['behaviour_logprobs'][at] = sample.behaviour_logprobs[held]
       arrays['temperature'][segment] = sample.temperature
       arrays['pair'][segment], arrays['label'][segment] = pairs[i], row.label or 0
     for name in ('behaviour_logprobs', 'temperature'):
@@ -251,8 +260,10 @@ class RowLoader:
     for name, values in columns.items():
       arrays[name] = np.zeros(mask.shape, np.float32)
       for i in step.grid.local:
-        at = step.grid.tokens(i)
-        arrays[name][at] = np.where(mask[at], values[step.rows[i]], 0.0)
+        at, first = step.grid.tokens(i), int(step.packing.first[i])
+        # A single value applies to all tokens of the row.
+        value = np.asarray(values[step.rows[i]])
+        arrays[name][at] = np.where(mask[at], value[first:] if value.ndim else value, 0.0)
       _check_finite(name, arrays[name])
     placed = {name: step.grid.place(array) for name, array in arrays.items()}
     return step._replace(chunks=step.chunks.replace(**placed), loss_mask=mask)
@@ -289,7 +300,7 @@ class Grid(NamedTuple):
   shape: Shape
   micro_batches: int
   columns: Mapping[int, int]
-  """Column of the local arrays that holds a chunk, keyed by chunk number."""
+  """Column of the local arrays that contains each chunk, keyed by chunk number."""
   local: tuple[int, ...]
   """Indices of the packed rows whose chunks are on this process's devices."""
   sharding: NamedSharding
@@ -309,13 +320,21 @@ class Grid(NamedTuple):
   def zeros(self) -> dict[str, Shaped[np.ndarray, 'micro columns _']]:
     """Returns new local arrays, filled with 0, for the fields of `Chunks`, keyed by field."""
     local = shapes(
-      self.micro_batches, len(self.columns), time=self.shape.chunk_len, segments=self.shape.segments
+      self.micro_batches,
+      len(self.columns),
+      time=self.shape.chunk_len,
+      segments=self.shape.segments,
+      shares_prefixes=self.shape.shares_prefixes,
     )
     return {name: np.zeros(array.shape, array.dtype) for name, array in local.items()}
 
   def chunks(self, arrays: Mapping[str, Shaped[np.ndarray, 'micro columns _']]) -> Chunks:
     """Builds the global `Chunks`, sharded over all processes, from the local arrays."""
     return Chunks(**{name: self.place(array) for name, array in arrays.items()})
+
+  def holds(self, i: int) -> bool:
+    """Returns whether row `i` is on this process's devices."""
+    return int(self.packing.chunk[i]) in self.columns
 
   def tokens(self, i: int) -> tuple[int, int, slice]:
     """Returns the index of the tokens of row `i` in a local array with one value per token."""
@@ -347,11 +366,12 @@ class Grid(NamedTuple):
 def unpack(
   values: Shaped[np.ndarray, 'micro chunks time'], step: PackedStep
 ) -> dict[int, Shaped[np.ndarray, '_']]:
-  """Splits a packed array, with one value per token, into one array per row. The result is keyed by
-  the row's number in the plan.
+  """Splits a packed array, with one value per token, into one array per row, keyed by the row's
+  index in the plan. Shared prefix tokens that are stored with another row are 0.
   """
-  packing = step.packing
-  places = zip(packing.micro_batch, packing.chunk, packing.offset, packing.offset + packing.length)
-  return {
-    row: values[m, c, start:end] for row, (m, c, start, end) in zip(step.rows, places, strict=True)
-  }
+  packing, by_row = step.packing, {}
+  for i, row in enumerate(step.rows):
+    start, first, held = (int(x[i]) for x in (packing.offset, packing.first, packing.length))
+    by_row[row] = np.zeros(first + held, values.dtype)
+    by_row[row][first:] = values[packing.micro_batch[i], packing.chunk[i], start : start + held]
+  return by_row

@@ -9,8 +9,8 @@ from typing import Any
 import grain
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-from jaxrl_llm.batching.plan import Row
-from jaxrl_llm.core.records.sample import decode
+from jaxrl_llm.batching.plan import Row, with_prefixes
+from jaxrl_llm.core.records.sample import Sample, decode
 
 
 class RowStream:
@@ -87,10 +87,11 @@ class _Units:
     return len(self._records) // self._unit
 
   def __getitem__(self, i: int) -> list[Row]:
-    return [self._row(i * self._unit + k) for k in range(self._unit)]
+    records = range(i * self._unit, (i + 1) * self._unit)
+    samples = [decode(self._records[record]) for record in records]
+    return with_prefixes([*map(self._row, records, samples)], samples)
 
-  def _row(self, i: int) -> Row:
-    sample = decode(self._records[i])
+  def _row(self, i: int, sample: Sample) -> Row:
     preference = sample.preference or {}
     return Row(
       uid=sample.uid,

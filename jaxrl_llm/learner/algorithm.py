@@ -56,6 +56,8 @@ class Setting:
 
   max_response_length: int
   """Maximum response length in tokens."""
+  max_steps: int = 1
+  """Maximum number of steps (sequences) of a trajectory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +70,8 @@ class ReferenceRule:
   """Number of batches after which the reference is set to the current policy again. If None, this
   never happens.
 
-  With 1, the reference of each batch is the policy before that batch, so no separate copy of the
-  reference is kept.
+  If it is 1, the reference of each batch is the policy before that batch, so no separate copy of
+  the reference is kept.
   """
   ema: float | None = None
   """Decay of the moving average. If set, the reference is an exponential moving average of the
@@ -135,7 +137,7 @@ class Algorithm(NamedTuple):
   reads: frozenset[Read] = frozenset()
   """Passes whose results the loss or `annotate` reads."""
   on_host: frozenset[TokenColumn] = frozenset()
-  """Columns that `annotate` reads."""
+  """Names of the per-token columns that `annotate` reads."""
   constants: frozenset[str] = frozenset()
   """Names of the constants that the loss reads."""
   head: Literal['lm', 'scalar'] = 'lm'
@@ -148,8 +150,8 @@ class Algorithm(NamedTuple):
   critic_warmup: int = 0
   """Number of batches at the beginning of the stage that train only the critic."""
   corrects: bool = False
-  """Whether the loss corrects each token for the difference between the weights that sampled it and
-  the trained ones, by the token's behaviour logprob.
+  """Whether the loss corrects for the difference between the weights that sampled a token and the
+  trained weights, using the token's behaviour logprob.
   """
   no_effect: tuple[str, ...] = ()
   """Messages about options that are set but have no effect. They are logged when a stage is built.

@@ -14,7 +14,7 @@ class Need(NamedTuple):
   """Condition under which an option has an effect."""
 
   met: Callable[[Any], bool]
-  """Returns whether the given options meet the condition."""
+  """Returns whether the given options satisfy the condition."""
   text: str
   """The condition in words. It completes the message '… has no effect without <text>'."""
 
@@ -38,8 +38,8 @@ def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple
 
 
 def _shown(value: Any) -> str:
-  """Formats a value in one line. Of a dataclass, only the fields that differ from their defaults
-  are shown.
+  """Formats a value in one line. For a dataclass, only the fields that differ from their defaults
+  are included.
   """
   if not dataclasses.is_dataclass(value):
     return repr(value)
@@ -93,6 +93,8 @@ POLICY_GRADIENT = {
   'adv_ddof': Need(_deviation, 'adv_estimator grpo and norm_adv_by_std'),
   'adv_eps': Need(_deviation, 'adv_estimator grpo and norm_adv_by_std'),
   'credit': _estimator('grpo', 'rloo', 'reinforce_plus_plus_baseline'),
+  'step_gamma': Need(lambda options: options.credit != 'trajectory', 'credit step or gigpo'),
+  'step_weight': Need(lambda options: options.credit == 'gigpo', 'credit gigpo'),
   'gamma': _estimator('reinforce_plus_plus', 'gae'),
   'lam': _estimator('gae'),
   **SHAPING,

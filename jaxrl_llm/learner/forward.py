@@ -18,6 +18,7 @@ from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.algorithm import Outputs
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.ops.logprobs import (
+  KernelShardings,
   StateValues,
   sequence_scores,
   state_values,
@@ -46,7 +47,7 @@ def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: 
     temperature,
     chunks.reported,
     token_chunk=token_chunk,
-    **_parts(model, chunks),
+    **_sharded(model, chunks, kernel),
   )
 
 
@@ -54,12 +55,14 @@ def _states(
   model: Model, params: Params, chunks: Chunks
 ) -> tuple[Float[Array, 'chunks time embed'], Float[Array, 'out embed']]:
   """Returns the hidden states and the kernel of the output head."""
-  hidden = model.apply(params, chunks.tokens, chunks.positions, chunks.segment_ids)
-  return hidden, rules.constrain(model.head_kernel(params), model.mesh, 'vocab', None)
+  hidden = model.apply(
+    params, chunks.tokens, chunks.positions, chunks.segment_ids, chunks.seen_until
+  )
+  return hidden, model.head_kernel(params)
 
 
-def _parts(model: Model, chunks: Chunks) -> dict[str, int]:
-  """Returns the number of shards of rows and of time on the mesh, as keyword arguments of
+def _sharded(model: Model, chunks: Chunks, kernel: Float[Array, 'vocab embed']) -> dict[str, Any]:
+  """Returns how rows, time and the head's kernel are sharded over the mesh, as keyword arguments of
   `token_logprobs`. Without a mesh, the result is empty.
   """
   if model.mesh is None:
@@ -68,7 +71,10 @@ def _parts(model: Model, chunks: Chunks) -> dict[str, int]:
     rules.parts(model.mesh, axis, size)
     for axis, size in zip(('batch', 'time'), chunks.tokens.shape)
   )
-  return {'row_shards': rows, 'time_shards': time}
+  stored, used = (
+    rules.sharding(model.mesh, ('vocab', embed), kernel.shape) for embed in ('embed', None)
+  )
+  return {'row_shards': rows, 'time_shards': time, 'shardings': KernelShardings(stored, used)}
 
 
 def micro_batch(batch: Chunks, i: int | Int[Array, '']) -> Chunks:

@@ -56,7 +56,7 @@ def mix(config: MixConfig, setting: Setting) -> Algorithm:
   usual = policy_gradient(config, setting)
 
   def annotate_both(closed: Closed) -> Annotation:
-    """Annotates usual rows as the policy gradient does. Expert rows are in the loss whatever their
+    """Annotates usual rows like a policy gradient. Expert rows are in the loss regardless of their
     reward.
     """
     expert = np.array([row.is_expert for row in closed.rows], bool)

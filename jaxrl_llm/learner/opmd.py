@@ -6,11 +6,15 @@ For k responses y to a task, with rewards r, the gradient of the objective is
 
 By default, the reference is the policy before each batch, and the optimizer's moments are reset
 before each batch. No importance ratio is clipped, and there is no critic.
+
+In a trajectory of several steps, y is a step: each step has its own log ratio and the trajectory's
+r - baseline.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -28,7 +32,7 @@ from jaxrl_llm.learner.algorithm import (
   Terms,
 )
 from jaxrl_llm.learner.effects import SHAPING, without_effect
-from jaxrl_llm.learner.policy_gradient import refuse_steps, shaped_rewards, worths
+from jaxrl_llm.learner.policy_gradient import compared, shaped_rewards
 from jaxrl_llm.learner.policy_options import ShapingOptions, check_shaping
 from jaxrl_llm.learner.ranges import Range, check_ranges
 from jaxrl_llm.objectives.policy import opmd_loss
@@ -62,12 +66,11 @@ def opmd(config: OpmdConfig, setting: Setting) -> Algorithm:
 
   def annotate(closed: Closed) -> Annotation:
     rewards = shaped_rewards(config, setting, closed)
-    refuse_steps(closed.rows, 'opmd averages its baseline over rows; use grpo or rloo')
-    whole, groups = worths(closed.rows, rewards), [row.group for row in closed.rows]
     if config.baseline == 'mean':
-      estimates = group_advantages(whole, groups, normalize_by_std=False)
+      baseline = functools.partial(group_advantages, normalize_by_std=False)
     else:
-      estimates = log_partition_baseline(whole, groups, tau=config.tau)
+      baseline = functools.partial(log_partition_baseline, tau=config.tau)
+    estimates = compared(closed.rows, rewards, baseline, credit='trajectory')
     metrics = {
       'frac_reward_zero_std': (float(estimates.zero_std_groups), float(max(estimates.groups, 1))),
       'num_unscorable': (float((~estimates.scored).sum()), 1.0),

@@ -11,9 +11,7 @@ import optax
 from jaxtyping import Array, Bool
 
 from jaxrl_llm.core.types import Params
-
-HOST, DEVICE = 'pinned_host', 'device'
-"""JAX's names for the memory of the host and of a device."""
+from jaxrl_llm.parallel.memory import DEVICE, HOST, is_on_host
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +146,7 @@ def apply_update(
     grads: clipped gradients.
     shardings: shardings of `opt_state`.
   """
-  if not any(map(is_offloaded, jax.tree.leaves(shardings))):
+  if not any(map(is_on_host, jax.tree.leaves(shardings))):
     return _applied(optimizer, grads, opt_state, params, take)
   structure = jax.tree.structure(params)
 
@@ -202,7 +200,3 @@ def clipped(grads: Params, config: OptimizerConfig) -> Params:
   """Clips gradients to global norm `max_grad_norm`."""
   clip = optax.clip_by_global_norm(config.max_grad_norm)
   return clip.update(grads, clip.init(grads))[0]
-
-
-def is_offloaded(sharding: jax.sharding.Sharding) -> bool:
-  return sharding.memory_kind == HOST

@@ -7,8 +7,7 @@ critic.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from jaxrl_llm.advantages.group import (
   GroupAdvantages,
   group_advantages,
   leave_one_out,
-  step_credit,
   unequal,
 )
 from jaxrl_llm.advantages.shaping import (
@@ -31,9 +29,10 @@ from jaxrl_llm.advantages.shaping import (
   overlong_penalty,
   warmup_weight,
 )
+from jaxrl_llm.advantages.steps import Estimate, along_chains, chains, step_credit
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.batching.plan import Row
-from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.score import worth
 from jaxrl_llm.learner.algorithm import (
   Algorithm,
@@ -105,9 +104,6 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
   finite, or if an option of `config` excludes it.
   """
   rows = closed.rows
-  if config.adv_estimator in ('reinforce_plus_plus', 'gae'):
-    reason = f'adv_estimator {config.adv_estimator!r} treats each row as an episode'
-    refuse_steps(rows, f'{reason}; use grpo, rloo or reinforce_plus_plus_baseline')
   scored = np.array([row.reward is not None for row in rows], bool)
   rewards = shaped_rewards(config, setting, closed)
   metrics = {'num_unscorable': (float((~scored).sum()), 1.0)}
@@ -137,8 +133,8 @@ def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> 
 
 
 def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
-  """Selects the rows whose columns are finite at all positions that are read. Logs a warning for
-  each of the other rows.
+  """Returns, for each row, whether it belongs to a trajectory whose columns are finite at all
+  positions that are read. Logs a warning for each row with non-finite values.
 
   Raises:
     RunError: no row is finite.
@@ -148,7 +144,7 @@ def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
     for i, (row, values, mask) in enumerate(
       zip(closed.rows, closed.tokens[name], closed.tokens['loss_mask'], strict=True)
     ):
-      # Of `next_values`, only the value after the last token of a truncated row is read.
+      # Only one entry of `next_values` is read: the value after the last token of a truncated row.
       read = (
         mask if name != 'next_values' else row.truncated & (np.arange(row.length) == row.length - 1)
       )
@@ -161,6 +157,8 @@ def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
           f'{read.sum()} tokens read'
         )
         logging.warning('%s; the row is left out of the loss', line)
+  for chain in _chains(closed.rows):
+    finite[chain] = finite[chain].all()
   if line and not finite.any():
     raise RunError(
       f'{line}, and no row of the batch is finite; resume from an earlier commit, with a lower '
@@ -187,25 +185,26 @@ def _token_advantages(
     dense = _token_rewards(config, closed, rewards, masks, coef)
     if config.adv_estimator == 'gae':
       values = [np.asarray(value, np.float64) for value in closed.tokens['values']]
-      estimates = [
-        by_token.masked_gae(
-          reward, value, mask, gamma=config.gamma, lam=config.lam, last_value=last
-        )
-        for reward, value, mask, last in zip(
-          dense, values, masks, _last_values(config, closed), strict=True
-        )
-      ]
+      last_values = _last_values(config, closed)
+
+      def gae(last: int, reward, value, mask):
+        how = {'gamma': config.gamma, 'lam': config.lam, 'last_value': last_values[last]}
+        return np.stack(by_token.masked_gae(reward, value, mask, **how))
+
+      estimates = along_chains(_chains(closed.rows), gae, dense, values, masks)
       advantages, returns = [a for a, _ in estimates], [r for _, r in estimates]
     else:
-      advantages = [
-        by_token.token_returns(r, m, gamma=config.gamma) for r, m in zip(dense, masks, strict=True)
-      ]
+
+      def discounted(_: int, reward, mask):
+        return by_token.token_returns(reward, mask, gamma=config.gamma)
+
+      advantages = along_chains(_chains(closed.rows), discounted, dense, masks)
   return by_token.whiten(advantages, masks), returns
 
 
 def _last_values(config: PpoConfig, closed: Closed) -> list[float]:
-  """Returns the value of each row's final state. This is the critic's value if the row is truncated
-  and `bootstrap_truncated` is set, otherwise 0.
+  """Returns the value of each row's final state, which is read for the last row of each trajectory.
+  This is the critic's value if the row is truncated and `bootstrap_truncated` is set, otherwise 0.
   """
   if not config.bootstrap_truncated:
     return [0.0] * len(closed.rows)
@@ -221,9 +220,6 @@ def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> 
   None.
   """
   rows = closed.rows
-  if config.overlong_buffer_len or config.length_reward_weight:
-    reason = 'overlong_buffer_len and length_reward_weight depend on the length of a row'
-    refuse_steps(rows, f'{reason}; set both to 0')
   extra = np.zeros(len(rows))
   lengths = [row.length - row.prompt_len for row in rows]
   if config.overlong_buffer_len:
@@ -245,22 +241,20 @@ def shaped_rewards(config: ShapingOptions, setting: Setting, closed: Closed) -> 
   ]
 
 
+def _chains(rows: Sequence[Row]) -> list[list[int]]:
+  """Returns the row numbers of each trajectory, in the order of its steps."""
+  return chains(
+    [row.group for row in rows],
+    [row.trajectory or '' for row in rows],
+    [row.step_index for row in rows],
+  )
+
+
 def worths(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float | None]:
   """Returns each row's worth, which is its reward plus the rewards of its turns. Advantages per
   sample are estimated from these worths.
   """
   return [worth(reward, row.turn_rewards) for row, reward in zip(rows, rewards, strict=True)]
-
-
-def refuse_steps(rows: Sequence[Row], reason: str) -> None:
-  """Raises UserError with `reason` if a trajectory is recorded as several rows."""
-  recorded = collections.Counter(row.trajectory for row in rows if row.trajectory)
-  for row in rows:
-    if row.step_index or recorded[row.trajectory] > 1:
-      raise UserError(
-        f'row {row.uid}: is step {row.step_index} of trajectory {row.trajectory}, and {reason}; or '
-        'record each trajectory as one row'
-      )
 
 
 def _group_advantages(
@@ -283,24 +277,42 @@ def _compared(
   config: PolicyGradientConfig,
   rows: Sequence[Row],
   rewards: Sequence[float | None],
-  estimate: Callable[[Sequence[float | None], Sequence[str]], GroupAdvantages],
+  estimate: Estimate,
+) -> GroupAdvantages:
+  """Compares trajectories or their steps, depending on `config.credit`."""
+  how = {'credit': config.credit, 'gamma': config.step_gamma, 'weight': config.step_weight}
+  return compared(rows, rewards, estimate, **how)
+
+
+def compared(
+  rows: Sequence[Row],
+  rewards: Sequence[float | None],
+  estimate: Estimate,
+  **credit: Any,
 ) -> GroupAdvantages:
   """Applies `estimate` to the rewards of the rows, including turn rewards. If rows are steps of
   trajectories, `step_credit` decides which rows are compared.
+
+  Args:
+    credit: options of `step_credit`.
   """
   values, groups = worths(rows, rewards), [row.group for row in rows]
-  if any(row.trajectory for row in rows):
-    trajectories = [row.trajectory or row.uid for row in rows]
-    steps = [row.step_index for row in rows]
-    return step_credit(
-      values, groups, trajectories, steps, credit=config.credit, advantages=estimate
-    )
-  return estimate(values, groups)
+  if not any(row.trajectory for row in rows):
+    return estimate(values, groups)
+  return step_credit(
+    values,
+    groups,
+    [row.trajectory or '' for row in rows],
+    [row.step_index for row in rows],
+    states=[row.prompt_digest for row in rows],
+    advantages=estimate,
+    **credit,
+  )
 
 
 def _mixed(config: PolicyGradientConfig, rows: Sequence[Row]) -> Bool[np.ndarray, 'rows']:
-  """Selects the rows whose baseline averages at least two different worths. These worths exclude
-  length terms.
+  """Returns, for each row, whether its baseline averages at least two different worths. These
+  worths exclude length terms.
   """
   return _compared(config, rows, [row.reward for row in rows], unequal).advantages > 0
 
@@ -344,7 +356,7 @@ def _kl(
     return coefs, {}, None
   measured = _measured_kl(config, closed, finite) if 'reference_logprobs' in closed.tokens else None
   if config.kl_target is not None:
-    start = coefs.loss or coefs.reward  # Exactly one of them is set, see `check`.
+    start = coefs.loss or coefs.reward  # Exactly one of them is set; see `check`.
     coef = start if closed.state is None else float(closed.state['kl_coef'])
     coefs = _KlCoefficients(*(coef if given else 0.0 for given in coefs))
     control = AdaptiveKl(init_coef=start, target=config.kl_target, horizon=config.kl_horizon)

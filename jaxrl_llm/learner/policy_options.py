@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from jaxrl_llm.advantages.steps import Credit
 from jaxrl_llm.config.own import named_pair
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
@@ -30,7 +31,7 @@ AdvEstimator = Literal['grpo', 'rloo', 'reinforce_plus_plus', 'reinforce_plus_pl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdvantageOptions:
-  """Options of advantage estimation."""
+  """Options of the algorithms' advantage estimation."""
 
   adv_estimator: AdvEstimator = 'grpo'
   norm_adv_by_std: bool = True
@@ -39,13 +40,19 @@ class AdvantageOptions:
   """
   adv_ddof: int = 1
   adv_eps: float = 1e-6
-  credit: Literal['trajectory', 'step'] = 'trajectory'
-  """How advantages are assigned in trajectories that are recorded step by step. Only for
+  credit: Credit = 'trajectory'
+  """How advantages are assigned in trajectories of several steps (`rollout.max_steps`). Only for
   adv_estimator grpo, rloo and reinforce_plus_plus_baseline.
 
-  'trajectory': all steps of a trajectory get the same advantage. 'step': each step index has its
-  own baseline.
+  'trajectory': all steps of a trajectory get the same advantage, that of its total reward. 'step':
+  each step gets the advantage of its return, relative to the steps with the same index in the other
+  trajectories of the group. 'gigpo': the trajectory's advantage, plus the advantage of the step's
+  return relative to the steps of the group with the same prompt (GiGPO, arXiv:2505.10978).
   """
+  step_gamma: float = 1.0
+  """Discount per step in the return of a step. Only for credit 'step' and 'gigpo'."""
+  step_weight: float = 1.0
+  """Weight of the advantage of the step's return. Only for credit 'gigpo'."""
   mask_unmixed_groups: bool = False
   """Whether groups of one sample and groups with equal rewards are excluded from the loss and its
   denominators (DAPO's dynamic sampling).
@@ -151,7 +158,7 @@ class PolicyGradientConfig(
   """Base configuration of the policy-gradient family. The defaults are GRPO's."""
 
   policy_loss: str = 'clip'
-  """Surrogate: a key of `SURROGATES`, or a surrogate of your own as 'module:attribute'.
+  """Surrogate: a key of `SURROGATES`, or 'module:attribute' of a custom surrogate.
 
   'clip' is PPO's clipped ratio. 'gspo' clips the ratio of the whole sequence. 'cispo' weights
   log-likelihoods by clipped ratios. 'sapo' applies a soft gate to the ratio.
@@ -282,6 +289,8 @@ _RANGES = {
   # to the group size would make every advantage 0.
   'adv_ddof': Range(0, 1),
   'adv_eps': Range(0.0),
+  'step_gamma': Range(0.0, 1.0),
+  'step_weight': Range(0.0),
   'gamma': Range(0.0, 1.0),
   'lam': Range(0.0, 1.0),
   'kl_loss_coef': Range(0.0),
@@ -396,3 +405,9 @@ def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
       f'max_response_length={setting.max_response_length} tokens; wanted fewer, or 0 for none'
     )
   check_ranges(config, where, _SHAPING_RANGES)
+  if setting.max_steps > 1 and (config.overlong_buffer_len or config.length_reward_weight):
+    raise UserError(
+      f'{where}: overlong_buffer_len {config.overlong_buffer_len} and length_reward_weight '
+      f'{config.length_reward_weight} depend on the length of a sequence, and '
+      f'rollout.max_steps={setting.max_steps} permits trajectories of several; set both to 0'
+    )

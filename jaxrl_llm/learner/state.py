@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Json, Params
@@ -22,6 +22,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.models.heads import replace_head
 from jaxrl_llm.parallel import rules
+from jaxrl_llm.weights.layout import StoredArray
 
 Leaf = TypeVar('Leaf')
 """An array or a description of one, such as its shape or its sharding."""
@@ -63,7 +64,9 @@ class Learned(NamedTuple):
   """
 
   def whole(self, params: Params) -> Params:
-    """Returns the full model's parameters: `params`, joined with the base if there are adapters."""
+    """Returns the full model's parameters: `params`, joined with the base parameters if there are
+    adapters.
+    """
     return lora.join(params, self.base)
 
   def committed(self) -> dict[str, PyTree]:
@@ -73,8 +76,7 @@ class Learned(NamedTuple):
 
 
 def param_shardings(model: Model, mesh: Mesh) -> Any:
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  return rules.tree_shardings(mesh, model.axes(), shapes)
+  return rules.tree_shardings(mesh, model.axes(), model.shapes())
 
 
 def trained_shardings(model: Model, mesh: Mesh) -> Any:
@@ -97,17 +99,27 @@ def init_trained(model: Model, mesh: Mesh, *, seed: int) -> Params:
 
 
 def place_params(model: Model, mesh: Mesh, params: Mapping[str, Any]) -> Params:
-  """Places host arrays of all or some parameters on the mesh. Each process passes the whole arrays,
-  and its devices receive their shards of them.
+  """Places host arrays of all or some parameters on the mesh. Each process passes complete arrays,
+  and its devices receive only their shards.
   """
   shardings = flatten(param_shardings(model, mesh))
+  flat = flatten(params).items()
+  return unflatten({name: place_array(array, shardings[name]) for name, array in flat})
 
-  def place(array, sharding):
-    return jax.make_array_from_callback(
-      array.shape, sharding, lambda index: np.ascontiguousarray(array[index])
-    )
 
-  return unflatten({name: place(array, shardings[name]) for name, array in flatten(params).items()})
+def place_array(array: Shaped[np.ndarray, '...'] | StoredArray, sharding: jax.sharding.Sharding):
+  """Returns a device array. Each shard is read from `array` only once, and is copied to its devices
+  before the next shard is read.
+  """
+  holders: dict[tuple[tuple[int, int, int], ...], list[jax.Device]] = {}
+  for device, index in sharding.addressable_devices_indices_map(array.shape).items():
+    bounds = tuple(part.indices(n) for part, n in zip(index, array.shape, strict=True))
+    holders.setdefault(bounds, []).append(device)
+  shards = []
+  for bounds, devices in holders.items():
+    shard = np.ascontiguousarray(array[tuple(slice(*part) for part in bounds)])
+    shards += jax.block_until_ready([jax.device_put(shard, device) for device in devices])
+  return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 def with_output(
@@ -148,7 +160,7 @@ def abstract_state(
   """Returns the shapes, dtypes and shardings of a state, as needed to restore the state from a
   checkpoint. Allocates no arrays.
   """
-  shapes, _ = lora.split(jax.eval_shape(model.init, jax.random.key(0)), model.spec, model.options)
+  shapes, _ = lora.split(model.shapes(), model.spec, model.options)
   shardings = trained_shardings(model, mesh)
   whole = rules.replicated(mesh)
   zero = jax.ShapeDtypeStruct((), jnp.int32)
@@ -168,7 +180,7 @@ def abstract_state(
 
 def abstract_base(model: Model, mesh: Mesh) -> Params | None:
   """Returns shapes, dtypes and shardings of the frozen base parameters; None without adapters."""
-  parts = (jax.eval_shape(model.init, jax.random.key(0)), param_shardings(model, mesh))
+  parts = (model.shapes(), param_shardings(model, mesh))
   shapes, shardings = (lora.split(part, model.spec, model.options)[1] for part in parts)
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import hashlib
+import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrl_llm.batching.plan import Row, StepPlan, deal_rows
-from jaxrl_llm.core.records.sample import Finish
-from jaxrl_llm.core.waits import unless
+from jaxrl_llm.batching.plan import Row, StepPlan, deal_rows, with_prefixes
+from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.core.waits import bounded, unless
 from jaxrl_llm.data.streams import RowStream
 from jaxrl_llm.master.exploring.explorer import Explorer
 from jaxrl_llm.master.exploring.selection import Experience
@@ -23,6 +26,8 @@ from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import Issue
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
+_DEADLINE_S = 3600.0
+"""Maximum seconds for selecting a stage's rows from the store."""
 SEALED = 'replay/segments'
 """Directory of the store's sealed segments (immutable files of samples), relative to the run
 directory.
@@ -60,8 +65,9 @@ class Batches(Protocol):
     ...
 
   def taken(self) -> dict[str, Experience]:
-    """Returns the rollouts in the last batch with their scores, keyed by uid. The result is empty
-    if the batch has no rollouts.
+    """Returns the rollouts in the last batch with their scores. Keys are the uids of samples; a
+    trajectory of several steps is listed under the uid of each step. The result is empty if the
+    batch has no rollouts.
     """
     ...
 
@@ -70,8 +76,8 @@ class Batches(Protocol):
     ...
 
   def state(self) -> Any:
-    """Returns the state after the last completed batch, as JSON. Rows drawn for the next batch do
-    not affect it.
+    """Returns the state after the last completed batch, as JSON. It does not reflect rows already
+    drawn for the next batch.
     """
     ...
 
@@ -79,26 +85,55 @@ class Batches(Protocol):
 
 
 class StreamBatches:
-  """Batches of a fixed data set: demonstrations, examples or preference pairs."""
+  """Batches of a fixed data set: demonstrations, examples or preference pairs.
+
+  The rows of the next batch are known in advance, so a thread draws them while the run trains on
+  the current batch. Drawing reads the rows' records, so the operating system has them in its page
+  cache when the batch is loaded.
+  """
 
   explores = False
 
   def __init__(self, stream: RowStream, held_out: tuple[Row, ...] = (), *, events: Events = SILENT):
     self._stream, self.held_out, self._events = stream, held_out, events
     self._before: Any = None
+    self._after = stream.state()
+    """Position in the stream after the last rows that `next` returned. The stream itself may
+    already be at a later position.
+    """
+    self._ahead: asyncio.Task[tuple[list[Row], Any]] | None = None
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
-    yield
+    try:
+      yield
+    finally:
+      if self._ahead is not None:
+        self._ahead.cancel()
 
   def advance(self, step: int, served: int) -> None:
-    self._before = self._stream.state()
+    self._before = self._after
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
     asked = self._events.request(Edge.FETCH, source='static')
-    rows = self._stream.next()
+    self._draw_ahead()
+    # A signal may cancel this wait, but not the drawing, because the stream has already advanced
+    # past the rows.
+    rows, self._after = await asyncio.shield(self._ahead)
+    self._ahead = None
+    self._draw_ahead()
     self._events.reply(asked, count=len(rows))
     return rows, {}
+
+  def _draw_ahead(self) -> None:
+    """Starts drawing the next rows, unless they are already being drawn."""
+    if self._ahead is None:
+      self._ahead = asyncio.create_task(
+        asyncio.to_thread(self._draw), name='rows of the next batch'
+      )
+
+  def _draw(self) -> tuple[list[Row], Any]:
+    return self._stream.next(), self._stream.state()
 
   def taken(self) -> dict[str, Experience]:
     return {}
@@ -107,10 +142,48 @@ class StreamBatches:
     self._before = None
 
   def state(self) -> Any:
-    return {'stream': self._before or self._stream.state()}
+    return {'stream': self._before or self._after}
 
   def restore(self, state: Any) -> None:
     self._stream.restore(state['stream'])
+    self._after = state['stream']
+
+
+class LateBatches(StreamBatches):
+  """Batches of a data set that is made from the rollouts of earlier stages. It is opened when the
+  stage begins.
+  """
+
+  def __init__(self, open_stream: Callable[[], RowStream], *, events: Events = SILENT):
+    """
+    Args:
+      open_stream: creates the rows if they do not exist yet, and opens them.
+    """
+    self._open, self._opened = open_stream, False
+    self.held_out, self._events = (), events
+    self._before = self._after = self._ahead = None
+
+  @contextlib.asynccontextmanager
+  async def running(self) -> AsyncIterator[None]:
+    if not self._opened:
+      # Reading the store takes long, so it runs in a thread and does not block the event loop.
+      await bounded(
+        asyncio.to_thread(self._open_now),
+        name='rows',
+        owner='the stage',
+        waits_for='its rows to be selected from the store',
+        deadline_s=_DEADLINE_S,
+      )
+    async with super().running():
+      yield
+
+  def restore(self, state: Any) -> None:
+    self._open_now()
+    super().restore(state)
+
+  def _open_now(self) -> None:
+    self._stream, self._opened = self._open(), True
+    self._after = self._stream.state()
 
 
 class RolloutBatches:
@@ -137,8 +210,10 @@ class RolloutBatches:
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
     chosen, places, counts = await self.explorer.next()
-    self._taken = {choice.sample.uid: choice for choice in chosen}
-    return [rollout_row(choice, places[choice.sample.uid]) for choice in chosen], counts
+    self._taken = {step.uid: choice for choice in chosen for step in choice.steps}
+    rows = [row for choice in chosen for row in step_rows(choice, places)]
+    samples = [step for choice in chosen for step in choice.steps]
+    return with_digests(with_prefixes(rows, samples), samples), counts
 
   def taken(self) -> dict[str, Experience]:
     return self._taken
@@ -164,6 +239,11 @@ class MixedBatches(RolloutBatches):
     super().__init__(explorer)
     self._experts = experts
 
+  @contextlib.asynccontextmanager
+  async def running(self) -> AsyncIterator[None]:
+    async with super().running(), self._experts.running():
+      yield
+
   def advance(self, step: int, served: int) -> None:
     super().advance(step, served)
     self._experts.advance(step, served)
@@ -174,7 +254,7 @@ class MixedBatches(RolloutBatches):
     return rows + experts, counts
 
   def trained(self, plan: StepPlan) -> None:
-    # Each expert row is recorded once, even if a short stream repeats it within the batch.
+    # Expert rows are recorded once, even if a short stream repeats one within the batch.
     experts = {row.uid: _joined(plan.stage, row) for row in plan.rows if row.uid not in self._taken}
     self.explorer.complete([*self._taken], [*experts.values()])
     self._experts.trained(plan)
@@ -188,9 +268,8 @@ class MixedBatches(RolloutBatches):
 
 
 def _joined(stage: str, row: Row) -> Issue:
-  """Returns the record with which the store notes that an expert row (a demonstration) has joined a
-  batch. The record's uid starts with the name of the stage, because several stages may train on the
-  same row.
+  """Returns the store's record of an expert row (a demonstration) that has joined a batch. The
+  record's uid starts with the name of the stage, because several stages may train on the same row.
   """
   uid = f'{stage}/{row.uid}'
   return Issue(
@@ -198,8 +277,24 @@ def _joined(stage: str, row: Row) -> Issue:
   )
 
 
-def rollout_row(chosen: Experience, place: Ref) -> Row:
-  sample, (segment, index) = chosen.sample, place
+def step_rows(chosen: Experience, places: Mapping[str, Ref]) -> list[Row]:
+  """Returns one row for each step of a trajectory.
+
+  Args:
+    places: location of each step in the store's sealed segment files, keyed by uid.
+  """
+  rewards = zip(chosen.steps, chosen.step_rewards(), strict=True)
+  return [_row(chosen, step, places[step.uid], reward) for step, reward in rewards]
+
+
+def _row(
+  chosen: Experience,
+  sample: Sample,
+  place: Ref,
+  rewards: tuple[float | None, tuple[float, ...]],
+) -> Row:
+  segment, index = place
+  reward, turn_rewards = rewards
   return Row(
     uid=sample.uid,
     source=f'{SEALED}/{segment}',
@@ -207,21 +302,40 @@ def rollout_row(chosen: Experience, place: Ref) -> Row:
     length=len(sample.tokens),
     prompt_len=sample.prompt_len,
     group=sample.group_id,
-    reward=chosen.reward.value,
+    reward=reward,
     is_expert=chosen.imitated,
-    truncated=sample.finish_reason == Finish.LENGTH,
+    truncated=chosen.finish_reason.is_truncated,
     version_step=min(
       (s.version.step for s in sample.segments if sample.loss_mask[s.start : s.end].any()),
       default=None,
     ),
     correct=chosen.reward.correct,
-    turn_rewards=chosen.reward.turn_values,
-    trajectory=sample.trajectory_id if sample.trajectory_id != sample.uid else None,
+    turn_rewards=turn_rewards,
+    trajectory=sample.trajectory_id if chosen.later else None,
     step_index=sample.step_index,
     masked=chosen.masked,
     pair=chosen.pair,
     label=chosen.label,
   )
+
+
+def with_digests(rows: list[Row], samples: Sequence[Sample]) -> list[Row]:
+  """Adds the digests of the prompts if a trajectory has several steps.
+
+  Args:
+    samples: sample of each row.
+  """
+  if not any(row.trajectory for row in rows):
+    return rows
+
+  def digest(sample: Sample) -> str:
+    prompt = sample.tokens[: sample.prompt_len]
+    return hashlib.blake2b(prompt.astype('<i4').tobytes(), digest_size=8).hexdigest()
+
+  return [
+    dataclasses.replace(row, prompt_digest=digest(sample))
+    for row, sample in zip(rows, samples, strict=True)
+  ]
 
 
 class Planner:
@@ -231,16 +345,19 @@ class Planner:
   Only process 0 uses it.
   """
 
-  def __init__(self, *, seed: int, every_steps: int, every_minutes: float, stop: asyncio.Future):
+  def __init__(
+    self, *, seed: int, every_steps: int, every_minutes: float | None, stop: asyncio.Future
+  ):
     """
     Args:
       every_steps: each step whose number is a multiple of this is committed.
       every_minutes: a step is also committed if more than this many minutes have passed since the
-        last commit.
-      stop: future that resolves to the number of the signal that stops the run. The first plan
-        after that ends the run.
+        last commit. If None, commits do not depend on time.
+      stop: future that resolves to the number of the signal that stops the run. Once it has, the
+        next plan ends the run.
     """
-    self._seed, self._every_steps, self._every_s = seed, every_steps, every_minutes * 60
+    self._seed, self._every_steps = seed, every_steps
+    self._every_s = math.inf if every_minutes is None else every_minutes * 60
     self._stop = stop
     self._committed = time.monotonic()
 

@@ -1,7 +1,8 @@
 """Keeper of a run: writes metrics and rollouts after each step, then evaluates and commits if due.
 
 The keeper runs in every process. Each process writes its part of a checkpoint's arrays, and process
-0 writes everything else.
+0 writes everything else. The content of a commit is fixed before the next update, and its files are
+written while training continues. At most one commit is in progress; the next one waits for it.
 """
 
 from __future__ import annotations
@@ -9,32 +10,45 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+from absl import logging
 
+from jaxrl_llm.core.background import by_length, in_daemon_thread
+from jaxrl_llm.core.errors import first_cause
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.core.waits import unless
 from jaxrl_llm.master.batches import Batches
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
-from jaxrl_llm.master.loop import LoopState, publish
+from jaxrl_llm.master.exploring.selection import Experience
+from jaxrl_llm.master.loop import LoopState, enter, serve
 from jaxrl_llm.master.mismatch import MismatchConfig
+from jaxrl_llm.master.phases import RESIDENT, Phase, Phases
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.records import rollout_rows, step_metrics
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
+from jaxrl_llm.parallel.device import PeerFailed
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.runtime import goodput
-from jaxrl_llm.runtime.checkpoint import Checkpoints
-from jaxrl_llm.runtime.events import Edge
+from jaxrl_llm.runtime.checkpoint import Checkpoints, Writing
+from jaxrl_llm.runtime.events import Asked, Edge
 from jaxrl_llm.runtime.log.writers import LogWriters
 from jaxrl_llm.runtime.machine import fingerprint
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 
+_ABANDON_S = 60.0
+"""Maximum seconds for which a failing run waits for the commit in progress."""
+_WITHOUT_PEER_S = 5.0
+"""Maximum seconds for which it waits if another process has failed, because that process may never
+write its part.
+"""
 _WARN_EVERY = 20
 """Minimum number of steps between two warnings about the same mismatch budget (see
 `MismatchConfig`).
@@ -55,23 +69,28 @@ class Logs:
   batches: Mapping[str, Batches]
   evaluator: Evaluator
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
-  token_text: Callable[[int], str]
+  decode: Callable[[list[int]], str]
+  """Returns the text of token ids, special tokens included."""
+  transcript_tokens: int | None = None
+  """Maximum number of response tokens in a step's transcripts; see
+  `LoggingConfig.transcript_tokens`.
+  """
   machine_metrics: Callable[[], dict[str, float]]
-  """Returns metrics of the process itself, such as its heartbeat and its number of compilations."""
+  """Returns metrics of the process itself, such as heartbeat and number of compilations."""
   writers: LogWriters = dataclasses.field(default_factory=LogWriters)
-  """Other writers, such as Weights & Biases, that get a copy of each row of metrics."""
+  """Additional writers, such as Weights & Biases, that receive each row of metrics."""
   mismatch: MismatchConfig = MismatchConfig()
   repeats_until: int = 0
   """Number of the last step that earlier attempts (starts of the run) had completed, before a crash
   undid part of their work. Steps up to this one are repetitions.
   """
-  files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  """Sizes in bytes of the files that the run created and still reads, keyed by path relative to the
-  run directory.
+  files: Callable[[], Mapping[str, int]] = dict
+  """Returns the sizes in bytes of the files that the run created and still reads, keyed by path
+  relative to the run directory.
   """
 
   def write(self, stage: str, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes a row of metrics and its copies, and returns it as it was written."""
+    """Writes a row of metrics to all writers, and returns it as it was written."""
     row = self.metrics.write(stage, step, values)
     for line in self.writers.write(row):
       self.progress.note(line)
@@ -82,8 +101,6 @@ class Logs:
 class Start:
   """Facts about this attempt (start of the run)."""
 
-  attempt: int
-  """Number of this attempt, larger than the numbers of earlier ones."""
   stop: asyncio.Future
   """Future that resolves to the number of the signal that stops the run. A running evaluation is
   then abandoned.
@@ -91,8 +108,8 @@ class Start:
   best: tuple[float, int] | None = None
   """(accuracy, step) of the best evaluation in earlier attempts; None if there was none."""
   best_of: Json = None
-  """Configuration of the suite that `best` measures. Each commit contains it, because accuracies of
-  different suites cannot be compared.
+  """Configuration of the suite to which `best` refers. Each commit contains it, because accuracies
+  of different suites cannot be compared.
   """
   base: str | None = None
   """Digest of the frozen base weights of a policy that consists of LoRA adapters; None if the
@@ -100,14 +117,14 @@ class Start:
   """
 
 
-def write_step(
+async def write_step(
   logs: Logs,
   stage: Stage,
   step: int,
   batch: Batch,
   updated: Updated,
   seconds: Mapping[str, float],
-  elapsed_s: float,
+  spent: Mapping[str, float],
 ) -> tuple[dict[str, float], dict[str, str]]:
   """Writes the metrics, rollouts and plan of a completed batch, and marks the batch as complete.
 
@@ -118,70 +135,44 @@ def write_step(
     step: number of batches that the run has completed.
     seconds: durations of the step's parts, keyed by the name of the part. `step` and `gen` are
       required.
-    elapsed_s: seconds since the previous row of metrics.
+    spent: metrics of how the trainer spent its time and its memory, keyed by metric.
   """
   batches = logs.batches[stage.name]
   taken = batches.taken()
-  row, exceeded = step_metrics(batch, updated, taken, logs.mismatch)
+  tokens = sum(row.length for row in batch.plan.rows)
+  row, exceeded = await by_length(tokens, step_metrics, batch, updated, taken, logs.mismatch)
   row |= logs.machine_metrics()
   row |= {f'timing_s/{name}': value for name, value in seconds.items()}
   row['perf/time_per_step'] = seconds['step']
   row['perf/throughput'] = row['perf/total_num_tokens'] / seconds['step'] / jax.device_count()
   if taken:
-    generated = sum(member.sample.response_len for member in taken.values())
+    generated = sum(member.step(uid).response_len for uid, member in taken.items())
     waited = seconds['gen'] - seconds.get('update_weights', 0.0)
     row['perf/trainer_idle_s'] = waited
     # The throughput is known only if all rollouts were generated while the trainer waited. Stale
     # rollouts were generated before, at least in part.
     if row.get('staleness/max') == 0:
       row['perf/rollout_throughput'] = generated / waited
-  is_repeated = step <= logs.repeats_until
-  row |= _goodput(row, elapsed_s, explores=batches.explores, is_repeated=is_repeated)
+  row |= spent
   row = logs.write(stage.name, step, row | logs.writers.take_metrics())
-  if taken:
-    logs.rollouts.write(stage.name, step, rollout_rows(batch, updated, taken, logs.token_text))
+  if taken and logs.transcript_tokens != 0:
+    await by_length(tokens, _transcribe, logs, stage.name, step, batch, updated, taken)
   with logs.store.transaction():
     logs.store.at(batch.plan.step).record_plan(batch.plan.to_json())
     batches.trained(batch.plan)
   return row, exceeded
 
 
-def _goodput(
-  row: Mapping[str, float], elapsed_s: float, *, explores: bool, is_repeated: bool
-) -> dict[str, float]:
-  """Returns metrics that say for what the trainer and the servers used the time since the previous
-  row of metrics.
-
-  Args:
-    row: the other metrics of this row.
-    elapsed_s: seconds since the previous row.
-    explores: whether the batches of the stage consist of the policy's own rollouts. If not, servers
-      are idle except for publications and evaluations.
-    is_repeated: whether an earlier attempt had completed the step, and a crash undid it.
-  """
-  parts = {
-    name.removeprefix('timing_s/'): value for name, value in row.items() if 'timing_s/' in name
-  }
-  # Only an engine with servers reports their number, which is 0 while none serves.
-  samples_itself = explores and 'run/engines_serving' not in row
-  ledgers = {
-    'trainer': goodput.trainer_seconds(
-      parts, elapsed_s, samples_itself=samples_itself, is_repeated=is_repeated
-    )
-  }
-  if servers := int(row.get('run/engines_serving', 0)):
-    ledgers['servers'] = goodput.server_seconds(
-      servers,
-      elapsed_s,
-      idle_s=row['perf/rollout_idle_s'] if explores else elapsed_s,
-      pause_s=row.get('perf/publish_pause_s', 0.0),
-      evaluate_s=parts.get('testing', 0.0),
-    )
-  return {
-    f'{goodput.PREFIX}{process}/{name}': value
-    for process, ledger in ledgers.items()
-    for name, value in ledger.items()
-  }
+def _transcribe(
+  logs: Logs,
+  stage: str,
+  step: int,
+  batch: Batch,
+  updated: Updated,
+  taken: Mapping[str, Experience],
+) -> None:
+  rows = rollout_rows(batch, updated, taken, logs.decode, most_tokens=logs.transcript_tokens)
+  logs.rollouts.write(stage, step, rows)
 
 
 class RunKeeper:
@@ -196,53 +187,122 @@ class RunKeeper:
     checkpoints: Checkpoints,
     logs: Logs | None,
     generates: bool,
+    phases: Phases = RESIDENT,
+    needed: Callable[[int], Collection[int]] = lambda step: (),
+    goodput_file: pathlib.Path | None = None,
   ):
     """
     Args:
+      goodput_file: file for the seconds of this process; None in process 0, whose seconds are in
+        the metrics.
       logs: outputs of process 0; None in the other processes.
+      needed: function of a step that returns the steps of those commits from whose weights later
+        stages start.
       generates: whether the run has evaluation suites. If so, the policy is published to the engine
         before each evaluation.
     """
     self._process, self._stopwatch, self._start = process, process.stopwatch, start
     self._publisher, self._checkpoints, self._logs = publisher, checkpoints, logs
-    self._generates, self._best = generates, start.best
-    self._written = time.perf_counter()
+    self._generates, self._best, self._needed = generates, start.best, needed
+    self._phases = phases
+    self._written, self._goodput_file = time.perf_counter(), goodput_file
+    self._in_flight: asyncio.Task[None] | None = None
+    """Task that writes this process's part of the newest commit; None once its end has been
+    awaited.
+    """
+    self._write_s: dict[str, float] = {}
+    """Metrics of the newest complete commit, until they are written in a row of metrics."""
+    self._repeats_until = 0
+    """See `Logs.repeats_until`. After `start`, all processes know this number."""
     self._warned: dict[str, int] = {}
-    """Step of the last warning, keyed by budget."""
+    """Step of the last warning about each budget, keyed by budget."""
 
   async def start(self, state: LoopState, stage: Stage) -> LoopState:
     """Evaluates before the first step of the run, or repeats an evaluation that a signal
     interrupted.
     """
+    self._repeats_until = await self._process.coordinator.broadcast(
+      self._last_undone(self._logs) if self._logs is not None else None
+    )
     due = state.step == 0 or (state.step > stage.start and stage.evaluation_due(state.step))
     return await self._evaluate(state, stage) if due and not state.evaluated else state
 
   async def after_step(
     self, state: LoopState, stage: Stage, batch: Batch, updated: Updated
   ) -> LoopState:
-    """Writes the step's metrics and rollouts, then evaluates and commits if the plan says so."""
+    """Writes the step's metrics and rollouts, then evaluates and commits if the plan says so.
+
+    Raises CheckpointFailed if the commit in flight has failed.
+    """
+    self._raise_failed()
     seconds = self._stopwatch.take()
-    if self._logs is not None:
-      self._write(state, stage, batch, updated, seconds)
+    before, self._written = self._written, time.perf_counter()
+    spent = goodput.trainer_seconds(
+      self._stopwatch.take_own(),
+      self._written - before,
+      is_repeated=state.step <= self._repeats_until,
+    )
+    with self._stopwatch.timed('record'):
+      if self._logs is not None:
+        spent = {**spent, **self._phases.take_metrics(), **self._write_s}
+        self._write_s = {}
+        await self._write(state, stage, batch, updated, seconds, spent)
+      elif self._goodput_file is not None:
+        goodput.append(self._goodput_file, state.step, spent)
     if batch.plan.evaluate:
       state = await self._evaluate(state, stage)
     if batch.plan.commit:
-      await self._commit(state, stage)
+      state = await self._commit(state, stage)
     return state
 
+  def _raise_failed(self) -> None:
+    """Raises the error of the commit in progress if it has failed."""
+    # The task of a completed commit is kept until `_settled`, which all processes call at the same
+    # point of the program.
+    task = self._in_flight
+    if task is not None and task.done() and (error := task.exception()) is not None:
+      self._in_flight = None
+      raise error
+
   async def leave(self, state: LoopState, stage: Stage) -> None:
-    """Commits the completed batches if no commit contains them yet. It is called when a signal is
-    about to end the process.
+    """Commits the completed batches unless a commit already contains them, and waits for it
+    (`settle`). Called when a signal is about to end the process.
     """
-    if state.step not in self._checkpoints.steps() and state.step > 0:
+    with self._stopwatch.timed('save_checkpoint'):
+      committed = await self._settled()
+    if state.step > committed:
       await self._commit(state, stage)
 
-  def _write(
-    self, state: LoopState, stage: Stage, batch: Batch, updated: Updated, seconds: dict[str, float]
+  async def settle(self) -> None:
+    """Waits until the commit in progress, if any, is complete. Every process must call this."""
+    if self._in_flight is not None:
+      with self._stopwatch.timed('save_checkpoint'):
+        await self._settled()
+
+  async def abandon(self, error: BaseException) -> None:
+    """Waits a short time for the commit in progress, if any, because the run is failing with
+    `error`. If the commit fails too, that is only logged.
+    """
+    task, self._in_flight = self._in_flight, None
+    if task is None:
+      return
+    limit_s = _WITHOUT_PEER_S if isinstance(first_cause(error), PeerFailed) else _ABANDON_S
+    await asyncio.wait({task}, timeout=limit_s)
+    if not task.done():
+      logging.warning('The commit in flight did not end within %g s', limit_s)
+    elif (failed := task.exception()) is not None:
+      logging.warning('The commit in flight failed too: %s', failed)
+
+  async def _write(
+    self,
+    state: LoopState,
+    stage: Stage,
+    batch: Batch,
+    updated: Updated,
+    seconds: Mapping[str, float],
+    spent: Mapping[str, float],
   ) -> None:
-    before, self._written = self._written, time.perf_counter()
-    elapsed_s = self._written - before
-    row, exceeded = write_step(self._logs, stage, state.step, batch, updated, seconds, elapsed_s)
+    row, exceeded = await write_step(self._logs, stage, state.step, batch, updated, seconds, spent)
     self._warn(state.step, stage.name, exceeded)
     self._logs.progress.step(stage.name, state.step - stage.start, row)
 
@@ -266,11 +326,14 @@ class RunKeeper:
       coordinator = self._process.coordinator
       if stop := await coordinator.broadcast(self._stop_signal() if logs is not None else None):
         return dataclasses.replace(state, stop=stop)
-      await publish(self._publisher, state, self._start.attempt)
+      state = await serve(self._publisher, self._phases, state)
       stop = await coordinator.broadcast(
         self._run_suites(logs, state, stage) if logs is not None else None
       )
     return dataclasses.replace(state, evaluated=not stop, stop=stop)
+
+  async def _last_undone(self, logs: Logs) -> int:
+    return logs.repeats_until
 
   async def _stop_signal(self) -> int:
     """Returns the number of the signal that ends the run, or 0 if there was none."""
@@ -303,11 +366,41 @@ class RunKeeper:
         self._best = (accuracy, state.step)
     return 0
 
-  async def _commit(self, state: LoopState, stage: Stage) -> None:
-    host: Any = None
-    asked = self._process.events.request(Edge.COMMIT, commit=state.step)
+  async def _commit(self, state: LoopState, stage: Stage) -> LoopState:
+    with self._stopwatch.timed('save_checkpoint'):
+      await self._settled()
+      state = await enter(self._phases, Phase.COMMIT, state)
+      asked = self._process.events.request(Edge.COMMIT, commit=state.step)
+      writing = await self._begin(state, stage)
+      self._in_flight = asyncio.create_task(self._finish(writing, asked), name='commit')
+      if self._phases is not RESIDENT:
+        await self._settled()  # The next phase frees arrays that the commit may still be reading.
+    return state
+
+  async def _settled(self) -> int:
+    """Waits for the commit in progress, and returns the step of the newest commit, which is the
+    same in every process.
+
+    Raises CheckpointFailed if this process could not write its part.
+    """
+    task, self._in_flight = self._in_flight, None
+
+    async def ended() -> int:
+      if task is not None:
+        await task  # The wait 'commit' is bounded: every wait in `Writing.finish` has a deadline.
+      return max(self._checkpoints.steps(), default=0)
+
     if self._logs is not None:
-      self._logs.store.flush()
+      # Process 0 may still be waiting. The broadcast detects processes that have died meanwhile.
+      return await self._process.coordinator.broadcast(ended())
+    await ended()
+    return await self._process.coordinator.broadcast(None)
+
+  async def _begin(self, state: LoopState, stage: Stage) -> Writing:
+    """Copies everything that belongs to the commit, and starts writing it."""
+    host: Any = None
+    if self._logs is not None:
+      await asyncio.to_thread(self._logs.store.flush)
       host = {
         'step': state.step,
         'stage': stage.name,
@@ -320,15 +413,23 @@ class RunKeeper:
         'reference_step': state.learned.reference_step,
         'algorithm_state': state.learned.algorithm_state,
         'base': self._start.base,
-        'attempt': self._start.attempt,
+        'attempt': state.attempt,
         'store': self._logs.store.name,
-        'files': dict(self._logs.files),
+        'files': dict(self._logs.files()),
       }
-    best = self._best[1] if self._best else None
-    with self._stopwatch.timed('save_checkpoint'):
-      await self._process.device.run(
-        self._checkpoints.save, state.step, state.learned.committed(), host, best=best
-      )
+    keep = {*self._needed(state.step), *([self._best[1]] if self._best else [])}
+    return await self._process.device.run(
+      self._checkpoints.begin, state.step, state.learned.committed(), host, keep=keep
+    )
+
+  async def _finish(self, writing: Writing, asked: Asked) -> None:
+    """Waits until this process has written its part of a commit. In process 0, the commit is
+    complete afterwards.
+    """
+    begun = time.perf_counter()
+    # The wait 'commit' is bounded: every wait in `Writing.finish` has a deadline.
+    await in_daemon_thread(writing.finish)
     self._process.events.reply(asked)
     if self._logs is not None:
+      self._write_s = {'perf/checkpoint_write_s': time.perf_counter() - begun}
       self._logs.store.prune(min(self._checkpoints.steps()))

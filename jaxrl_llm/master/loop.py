@@ -1,15 +1,15 @@
 """Main loop, the same in every process.
 
 Each step publishes the policy if due, closes a batch (collects it and fixes its plan), annotates it
-(computes advantages and the like), updates the models, and calls the keeper, which writes metrics,
-evaluates and commits.
+(computes values such as advantages), updates the models, and calls the keeper, which writes
+metrics, evaluates and commits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -19,6 +19,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.learner.algorithm import Annotation
 from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master.batches import Batches, Planner
+from jaxrl_llm.master.phases import RESIDENT, Phase, Phases
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
 from jaxrl_llm.rollout.publisher import Publisher
@@ -27,15 +28,19 @@ from jaxrl_llm.runtime.events import Edge
 
 @dataclasses.dataclass(frozen=True)
 class LoopState:
-  """Progress of the run."""
+  """Progress of the run: its step, and the version of its policy."""
 
   learned: Learned
   step: int
   """Number of batches that the run has completed."""
   moved: int = 0
   """Number, counted from 1, of this attempt's last batch that changed the policy; 0 if none has."""
+  attempt: int = 0
+  """Attempt number in the versions of the weights. A stage that does not continue with the previous
+  stage's policy begins a new attempt.
+  """
   evaluated: bool = False
-  """Whether the evaluation at `step` has been run, or none was due."""
+  """Whether the evaluation at `step` is complete. True also if none is due."""
   stop: int = 0
   """Number of the signal that ends the run; 0 if there was none."""
 
@@ -56,6 +61,19 @@ class Keeper(Protocol):
 
   async def leave(self, state: LoopState, stage: Stage) -> None: ...
 
+  async def settle(self) -> None:
+    """Waits until the commit in progress, if any, is complete. Every process must call this."""
+    ...
+
+  async def abandon(self, error: BaseException) -> None:
+    """Waits a short time for the commit in progress, if any, because the run is failing."""
+    ...
+
+
+PUBLISHED, EXPORTED = ('policy', 'base'), ('policy', 'base', 'critic')
+"""Roles whose arrays are read when the policy is published, and when the trained models are
+exported.
+"""
 
 EnterStage = Callable[[Stage, LoopState], Awaitable[tuple[StageTrainer, LoopState]]]
 """Function that enters a stage. Returns the trainer of the stage, and the loop state. If the stage
@@ -65,7 +83,9 @@ has not begun, the returned state is prepared for it.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-  """Components of the loop. Only process 0 uses `planner`, and `batches` is empty elsewhere."""
+  """Components of the loop. Process 0 alone uses `planner`; in the other processes, `batches` is
+  empty.
+  """
 
   stages: tuple[Stage, ...]
   process: Process
@@ -74,7 +94,7 @@ class Parts:
   enter_stage: EnterStage
   planner: Planner | None
   batches: dict[str, Batches]
-  attempt: int
+  phases: Phases = RESIDENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,19 +105,42 @@ class Outcome:
 
 
 async def run(parts: Parts, state: LoopState) -> Outcome:
-  """Runs the remaining stages. Repeats a stage's final evaluation if it was interrupted."""
-  for stage in parts.stages:
-    is_unfinished = state.step < stage.end or (state.step == stage.end and not state.evaluated)
-    if is_unfinished and not state.stop:
-      state = await _run_stage(parts, stage, state)
+  """Runs the remaining stages. Repeats a stage's final evaluation if it was interrupted.
+
+  When the call returns, all commits are complete.
+  """
+  try:
+    for stage in parts.stages:
+      is_unfinished = state.step < stage.end or (state.step == stage.end and not state.evaluated)
+      if is_unfinished and not state.stop:
+        state = await _run_stage(parts, stage, state)
+    if not state.stop:
+      state = await enter(parts.phases, Phase.END, state, EXPORTED)
+  except BaseException as error:
+    await parts.keeper.abandon(error)
+    raise
   return Outcome(state, state.stop)
 
 
+async def enter(
+  phases: Phases, phase: Phase, state: LoopState, roles: Collection[str] = ()
+) -> LoopState:
+  """Enters a phase with `Phases.enter` and returns the new state. The arrays of the given state
+  must not be used afterwards.
+  """
+  return dataclasses.replace(state, learned=await phases.enter(phase, state.learned, roles))
+
+
 async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
-  trainer, state = await parts.enter_stage(stage, state)
   batches, process = parts.batches.get(stage.name), parts.process
+  with process.stopwatch.timed('enter'):
+    state = await enter(parts.phases, Phase.STAGE, state)
+    trainer, state = await parts.enter_stage(stage, state)
   state = await parts.keeper.start(state, stage)
-  async with batches.running() if batches else contextlib.nullcontext():
+  async with contextlib.AsyncExitStack() as stack:
+    if batches is not None:
+      with process.stopwatch.timed('enter'):
+        await stack.enter_async_context(batches.running())
     while state.step < stage.end and not state.stop:
       with process.stopwatch.timed('step'):
         with process.stopwatch.timed('gen'):
@@ -108,33 +151,46 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
               state = dataclasses.replace(state, stop=stop)
               break
             with process.stopwatch.timed('update_weights'):
-              await publish(parts.publisher, state, parts.attempt)
+              state = await serve(parts.publisher, parts.phases, state)
           plan = await _close(parts, stage, state.step, batches)
         if plan.stop:
           state = dataclasses.replace(state, stop=plan.stop)
           break
         if stage.trains:
-          state, batch, updated = await take_step(process, trainer, state, plan)
+          state, batch, updated = await take_step(
+            process, trainer, state, plan, phases=parts.phases
+          )
         else:
           state, batch, updated = pass_over(state, plan)
         process.events.advance(state.step)
       state = await parts.keeper.after_step(state, stage, batch, updated)
+      # Frees the arrays, so that they do not share device memory with the next rollouts.
+      del batch, updated
     if state.stop:
       await parts.keeper.leave(state, stage)
+    # A later stage may start from the weights of this stage's last commit.
+    await parts.keeper.settle()
   return state
 
 
 async def take_step(
-  process: Process, trainer: StageTrainer, state: LoopState, plan: StepPlan
+  process: Process,
+  trainer: StageTrainer,
+  state: LoopState,
+  plan: StepPlan,
+  *,
+  phases: Phases = RESIDENT,
 ) -> tuple[LoopState, Batch, Updated]:
   """Annotates the plan's batch and trains on it. Donates the arrays of `state`.
 
-  The result depends on nothing but `state` and `plan`, so recorded plans can be replayed.
+  The result depends only on `state` and `plan`, so recorded plans can be replayed.
   """
   stopwatch, events = process.stopwatch, process.events
   data = events.request(Edge.TRAINING_DATA, batch=state.step + 1, count=len(plan.rows))
+  state = await enter(phases, Phase.INFERENCE, state, trainer.scoring_roles(plan))
   with stopwatch.timed('annotate'):
     batch = await trainer.annotate(state.learned, plan)
+  state = await enter(phases, Phase.TRAIN, state, trainer.training_roles(plan))
   with stopwatch.timed('train'):
     update = events.request(
       Edge.GRADIENT_UPDATE, batch=state.step + 1, updates=len(plan.optimizer_steps)
@@ -152,8 +208,8 @@ async def take_step(
 
 
 def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updated]:
-  """Completes a batch that the run only stores and does not train on. Its advantages are 0 and it
-  has no trainer logprobs.
+  """Completes a batch that the run stores without training on it. The batch's advantages are 0 and
+  it has no trainer logprobs.
   """
   count = len(plan.rows)
   batch = Batch(plan, Annotation(np.zeros(count), np.zeros(count, bool), {}), [])
@@ -161,11 +217,21 @@ def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updat
   return dataclasses.replace(state, step=state.step + 1, evaluated=False), batch, updated
 
 
-async def publish(publisher: Publisher, state: LoopState, attempt: int) -> None:
+async def serve(publisher: Publisher, phases: Phases, state: LoopState) -> LoopState:
+  """Publishes the policy of `state` to the engine and enters the rollout phase."""
+  if publisher.sends(Version(state.attempt, state.step), moved=Version(state.attempt, state.moved)):
+    state = await enter(phases, Phase.PUBLISH, state, PUBLISHED)
+  await publish(publisher, state)
+  return await enter(phases, Phase.ROLLOUT, state)
+
+
+async def publish(publisher: Publisher, state: LoopState) -> None:
   """Publishes the policy of `state` to the engine, as the version of `state.step`."""
   learned = state.learned
   await publisher.publish(
-    learned.whole(learned.policy.params), Version(attempt, state.step), moved=state.moved
+    learned.whole(learned.policy.params),
+    Version(state.attempt, state.step),
+    moved=Version(state.attempt, state.moved),
   )
 
 
@@ -178,7 +244,7 @@ async def _stop_of(parts: Parts) -> int:
 
 
 def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
-  """Whether the policy must be published before the next batch.
+  """Returns whether the policy must be published before the next batch.
 
   A publication is due after every `publish_every` batches of the stage, and whenever the engine
   serves no version yet, as in a run that was just resumed.

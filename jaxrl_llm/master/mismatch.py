@@ -2,8 +2,8 @@
 
 The trainer and the sampler compute logprobs of the same tokens at the same temperature. Under equal
 weights, the two differ only numerically, and a step in which this numerical difference exceeds a
-budget causes a warning. Rollouts of older weights are not compared with the budgets, because their
-logprobs also differ by what the policy has learned since. Metric names are those of verl
+budget causes a warning. Rollouts from older weights are exempt from the budgets, because the
+policy's updates since then also change the logprobs. Metric names are those of verl
 (`rollout_corr/`) and TRL (`sampling/`). Below, r is the trainer's logprob minus the sampler's, and
 w is exp(r) with r clipped to ±20.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.runtime.metrics import Max, Mean, Metric, Min
+from jaxrl_llm.runtime.metrics import Max, Mean, Metric, Min, Sum
 
 OVER_BUDGET = 'run/mismatch_over_budget'
 _BOUND = 20.0
@@ -67,6 +67,15 @@ def mismatch_metrics(pairs: Sequence[Pair]) -> dict[str, Metric]:
   # NaN and infinite logprobs show in the metrics, so NumPy's warnings about them are suppressed.
   with np.errstate(invalid='ignore', over='ignore'):
     return _of_tokens(np.concatenate([t - b for t, b in pairs])) | _of_sequences(pairs)
+
+
+def span_mismatch(pairs: Sequence[Pair]) -> dict[str, Metric]:
+  """Returns the number of tokens, and the mismatch metrics `kl` and `k3_kl` over them."""
+  r = np.concatenate([np.asarray(t, np.float64) - np.asarray(b, np.float64) for t, b in pairs])
+  with np.errstate(invalid='ignore', over='ignore'):
+    of_tokens = _of_tokens(r)
+  names = ('kl', 'k3_kl')
+  return {'tokens': Sum(len(r)), **{name: of_tokens[f'rollout_corr/{name}'] for name in names}}
 
 
 def _of_tokens(r: Float[np.ndarray, 'tokens']) -> dict[str, Metric]:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.batching.plan import Row, StepPlan
+from jaxrl_llm.batching.plan import Row, StepPlan, with_prefixes
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.records.sample import Finish, Sample, encode
+from jaxrl_llm.core.records.sample import Sample, encode
 from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.master.batches import step_rows, with_digests
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.replay.segments import open_segment_reader, write_segment
 from jaxrl_llm.rewards.api import Reward
@@ -35,47 +37,33 @@ def write_recorded(
   either complete or absent.
   """
   path = workdir / file
-  rows, samples = [], []
-  for group in groups:
-    rows.append([])
-    for choice in group:
-      rows[-1].append(_recorded(choice, file, len(samples)))
-      samples.append(encode(choice.sample))
+  choices = [choice for group in groups for choice in group]
+  steps = [step for choice in choices for step in choice.steps]
+  places = {step.uid: (file, i) for i, step in enumerate(steps)}
+  members = [row for choice in choices for row in step_rows(choice, places)]
+  rows = iter(with_digests(with_prefixes(members, steps), steps))
+  recorded = [
+    [_recorded(next(rows), choice, file) for choice in group for _ in choice.steps]
+    for group in groups
+  ]
   path.parent.mkdir(parents=True, exist_ok=True)
   unfinished = path.with_suffix('.tmp')
   with open(unfinished, 'w') as out:
-    json.dump(rows, out)
+    json.dump(recorded, out)
     out.flush()
     os.fsync(out.fileno())
   unfinished.replace(_groups_file(path))
   # The samples are written last, so if their file exists, the groups' file does too.
-  write_segment(path.parent, path.name, samples)
+  write_segment(path.parent, path.name, [encode(step) for step in steps])
 
 
 def _groups_file(path: pathlib.Path) -> pathlib.Path:
   return path.with_suffix('.groups.json')
 
 
-def _recorded(scored: Experience, file: str, index: int) -> dict[str, Any]:
-  sample, reward = scored.sample, scored.reward
-  row = Row(
-    uid=sample.uid,
-    source=file,
-    index=index,
-    length=len(sample.tokens),
-    prompt_len=sample.prompt_len,
-    group=sample.group_id,
-    reward=reward.value,
-    is_expert=False,
-    truncated=sample.finish_reason == Finish.LENGTH,
-    version_step=None,
-    correct=reward.correct,
-    turn_rewards=reward.turn_values,
-    trajectory=sample.trajectory_id if sample.trajectory_id != sample.uid else None,
-    step_index=sample.step_index,
-    masked=scored.masked,
-  )
-  return {'row': row.to_json(), 'parts': reward.parts}
+def _recorded(row: Row, scored: Experience, file: str) -> dict[str, Any]:
+  row = dataclasses.replace(row, source=file, version_step=None)
+  return {'row': row.to_json(), 'parts': scored.reward.parts}
 
 
 class RecordedGroups:
@@ -112,28 +100,40 @@ class RecordedGroups:
     return [self._members[i][0] for i in self._groups[group]]
 
   def recall(self, rows: Sequence[Row]) -> dict[str, Experience]:
-    """Returns the rollouts of these rows, keyed by uid. Raises UserError if the task of a rollout
-    is no longer in a taskset of the stage.
+    """Returns the rollouts of these rows, keyed by uid; each step of a trajectory has its uid as a
+    key. Raises UserError if the task of a rollout is no longer in a taskset of the stage.
     """
-    samples, known = self._reader.read([(self._name, row.index) for row in rows]), {}
+    samples = self._reader.read([(self._name, row.index) for row in rows])
+    trajectories: dict[str, list[tuple[Row, Sample]]] = {}
     for row, sample in zip(rows, samples, strict=True):
-      if sample.task_id not in self._tasks:
-        raise UserError(
-          f'recorded sample {sample.uid}: its task {sample.task_id} is no longer in a taskset of '
-          f'the stage; restore the source of taskset {sample.taskset}'
-        )
-      parts = self._members[row.index][1]
-      known[row.uid] = Experience(
-        sample=sample,
-        task=self._tasks[sample.task_id],
-        completion=self._text(sample),
-        scores=(),
-        reward=Reward(
-          value=row.reward, parts=parts, correct=row.correct, turn_values=row.turn_rewards
-        ),
-        masked=row.masked,
-      )
+      trajectories.setdefault(sample.trajectory_id, []).append((row, sample))
+    known = {}
+    for steps in trajectories.values():
+      known |= dict.fromkeys([row.uid for row, _ in steps], self._experience(steps))
     return known
+
+  def _experience(self, steps: Sequence[tuple[Row, Sample]]) -> Experience:
+    """Returns the trajectory that consists of these steps, given in order."""
+    (first, sample), (last, end) = steps[0], steps[-1]
+    if sample.task_id not in self._tasks:
+      raise UserError(
+        f'recorded sample {sample.uid}: its task {sample.task_id} is no longer in a taskset of '
+        f'the stage; restore the source of taskset {sample.taskset}'
+      )
+    return Experience(
+      sample=sample,
+      later=tuple(later for _, later in steps[1:]),
+      task=self._tasks[sample.task_id],
+      completion=self._text(end),
+      scores=(),
+      reward=Reward(
+        value=last.reward,
+        parts=self._members[first.index][1],
+        correct=last.correct,
+        turn_values=tuple(value for row, _ in steps for value in row.turn_rewards),
+      ),
+      masked=last.masked,
+    )
 
 
 class RecordedBatches:

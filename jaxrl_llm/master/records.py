@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +14,7 @@ from jaxtyping import Float
 
 from jaxrl_llm.batching.plan import Row
 from jaxrl_llm.core.records.sample import Finish, Role, Sample
+from jaxrl_llm.master.exploring.explorer import SPLIT
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.mismatch import (
   OVER_BUDGET,
@@ -18,9 +22,15 @@ from jaxrl_llm.master.mismatch import (
   Pair,
   mismatch_metrics,
   over_budget,
+  span_mismatch,
 )
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, spread
+
+_CONTEXT_CHARACTERS = 20_000
+"""Maximum number of characters of a prompt or observation in a rollout row. The middle of a longer
+one is left out.
+"""
 
 
 def step_metrics(
@@ -35,6 +45,7 @@ def step_metrics(
   row, exceeded = resolve(updated.metrics | batch_metrics(batch, taken)), {}
   if taken:
     row |= resolve(mismatch_metrics(logprob_pairs(batch, updated, taken)))
+    row |= resolve(_span_metrics(batch, updated, taken))
     if fresh := resolve(mismatch_metrics(logprob_pairs(batch, updated, taken, fresh=True))):
       exceeded = over_budget(budgets, fresh)
       row[OVER_BUDGET] = float(bool(exceeded))
@@ -45,24 +56,33 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Me
   """Returns the length, reward, advantage and packing metrics of a batch."""
   plan = batch.plan
   rows = [row for row in plan.rows if row.uid in taken] if taken else list(plan.rows)
+  ends = [row for row, is_end in zip(rows, _ends(rows), strict=True) if is_end]
   lengths = [row.length - row.prompt_len for row in rows]
   metrics = {
     **spread('response_length', lengths),
     **spread('prompt_length', [row.prompt_len for row in rows]),
-    'response_length/clip_ratio': mean_of(row.truncated for row in rows),
+    'response_length/clip_ratio': mean_of(row.truncated for row in ends),
     'perf/total_num_tokens': Sum(sum(row.length for row in plan.rows)),
   }
   if batch.steps:
     metrics['perf/packing_utilisation'] = mean_of(step.packing.utilisation for step in batch.steps)
+    shared = sum(step.packing.shared_tokens for step in batch.steps)
+    held = sum(step.packing.tokens for step in batch.steps)
+    metrics['perf/shared_tokens_ratio'] = Mean(shared, shared + held)
   if taken:
-    scores = [row.reward for row in rows if row.reward is not None]
+    scores = [row.reward for row in ends if row.reward is not None]
     shaped = batch.annotation.rewards
-    rewards = scores if shaped is None else [reward for reward in shaped if reward is not None]
-    samples = [taken[row.uid].sample for row in rows]
-    metrics |= spread('num_turns', [_turns(sample) for sample in samples])
-    for name, finish in (('aborted', Finish.ABORT), ('repetition', Finish.REPETITION)):
+    rewards = scores if shaped is None else _shaped(plan.rows, shaped)
+    samples = [taken[row.uid].step(row.uid) for row in rows]
+    members = [taken[row.uid] for row in ends]
+    metrics |= spread('num_turns', [sum(map(_turns, member.steps)) for member in members])
+    finishes = {'aborted': Finish.ABORT, 'repetition': Finish.REPETITION}
+    if SPLIT in plan.counts or any(row.trajectory for row in rows):
+      metrics |= spread('num_steps', [len(member.steps) for member in members])
+      finishes |= {'max_steps': Finish.STEPS}
+    for name, finish in finishes.items():
       metrics[f'response/{name}_ratio'] = mean_of(
-        sample.finish_reason == finish for sample in samples
+        member.finish_reason == finish for member in members
       )
     metrics |= spread('critic/score', scores) | spread('critic/rewards', rewards)
     versions = [row.version_step for row in rows if row.version_step is not None]
@@ -70,13 +90,28 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Me
     metrics |= _advantage_metrics(batch) | _scorer_metrics(taken)
     # Most unscorable samples are not in the batch, because they were dropped while it was
     # collected.
-    unscorable = len(rows) - len(scores) + plan.counts.get('dropped/unscorable', 0)
+    unscorable = len(ends) - len(scores) + plan.counts.get('dropped/unscorable', 0)
     metrics['num_unscorable'] = Sum(unscorable)
     for name, count in plan.counts.items():
       metrics[name if name.startswith('partial/') else f'run/{name}'] = Sum(count)
     if 'partial/cut' in plan.counts:
       metrics |= _partial_metrics(rows, samples)
   return metrics
+
+
+def _ends(rows: Sequence[Row]) -> list[bool]:
+  """Returns, for each row, whether it contains the end of its trajectory."""
+  last: dict[str, int] = {}
+  for row in rows:
+    if row.trajectory is not None:
+      last[row.trajectory] = max(row.step_index, last.get(row.trajectory, 0))
+  return [row.trajectory is None or row.step_index == last[row.trajectory] for row in rows]
+
+
+def _shaped(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float]:
+  """Returns the shaped rewards of scorable trajectories."""
+  ends = zip(_ends(rows), rewards, strict=True)
+  return [reward for is_end, reward in ends if is_end and reward is not None]
 
 
 def _partial_metrics(rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, Metric]:
@@ -104,7 +139,7 @@ def _turns(sample: Sample) -> int:
 
 
 def _advantage_metrics(batch: Batch) -> dict[str, Metric]:
-  """Returns the mean of the advantages, weighted by completion tokens, and their extremes. Expert
+  """Returns the mean (weighted by completion tokens), minimum and maximum of the advantages. Expert
   rows and rows left out of the loss do not count.
   """
   values, weights = [], []
@@ -128,7 +163,7 @@ def _advantage_metrics(batch: Batch) -> dict[str, Metric]:
 
 def _scorer_metrics(taken: Mapping[str, Experience]) -> dict[str, Metric]:
   by_part: dict[str, list[float]] = {}
-  for member in taken.values():
+  for member in {member.sample.uid: member for member in taken.values()}.values():
     for name, value in member.reward.parts.items():
       by_part.setdefault(name, []).append(value)
   return {
@@ -147,7 +182,7 @@ def logprob_pairs(
   out.
 
   Args:
-    fresh: whether to return only rollouts sampled by the policy as it is before this update. Their
+    fresh: whether to return only rollouts sampled by the policy that this update starts from. Their
       two logprobs differ only numerically.
   """
   pairs = []
@@ -155,12 +190,44 @@ def logprob_pairs(
     row = batch.plan.rows[i]
     if i in updated.late or (fresh and row.version_step != batch.plan.step):
       continue
-    sample = taken[row.uid].sample
+    sample = taken[row.uid].step(row.uid)
     tokens = sample.loss_mask & sample.sampled
-    if not tokens.any():  # All of its spans are older than those that the loss takes.
+    if not tokens.any():  # All of its spans are too old to enter the loss.
       continue
     pairs.append((updated.logprobs[i][tokens], sample.behaviour_logprobs[tokens]))
   return pairs
+
+
+def _span_metrics(
+  batch: Batch, updated: Updated, taken: Mapping[str, Experience]
+) -> dict[str, Metric]:
+  """Returns the mismatch metrics of the tokens, separately for each lag, if any rollout has tokens
+  of several versions. The lag is the number of updates between the weights that sampled a token and
+  the weights before this batch's update.
+  """
+  by_lag: dict[int, list[Pair]] = {}
+  several = False
+  for i in _rollouts(batch, taken) if updated.logprobs is not None else ():
+    uid = batch.plan.rows[i].uid
+    sample = taken[uid].step(uid)
+    tokens = sample.loss_mask & sample.sampled
+    if i in updated.late or not tokens.any():
+      continue
+    several |= len({segment.version for segment in sample.segments}) > 1
+    for segment in sample.segments:
+      part = slice(segment.start, segment.end)
+      chosen = tokens[part]
+      if chosen.any():
+        by_lag.setdefault(batch.plan.step - segment.version.step, []).append(
+          (updated.logprobs[i][part][chosen], sample.behaviour_logprobs[part][chosen])
+        )
+  if not several:
+    return {}
+  return {
+    f'rollout_corr/lag/{lag}/{name}': metric
+    for lag, pairs in sorted(by_lag.items())
+    for name, metric in span_mismatch(pairs).items()
+  }
 
 
 def _rollouts(batch: Batch, taken: Mapping[str, Experience]) -> list[int]:
@@ -175,12 +242,26 @@ def _rollouts(batch: Batch, taken: Mapping[str, Experience]) -> list[int]:
 
 
 def rollout_rows(
-  batch: Batch, updated: Updated, taken: Mapping[str, Experience], token_text: Callable[[int], str]
+  batch: Batch,
+  updated: Updated,
+  taken: Mapping[str, Experience],
+  decode: Callable[[list[int]], str],
+  *,
+  most_tokens: int | None = None,
 ) -> list[dict[str, Any]]:
   """Returns one row per sample of the batch, for the files in the run's directory `rollouts/`. The
   arrays in a row have one entry per completion token.
+
+  Args:
+    decode: returns the text of token ids, special tokens included.
+    most_tokens: if the batch has more response tokens, rows of some of its groups are returned (see
+      `LoggingConfig.transcript_tokens`). Each row then also has the number of samples in the batch,
+      under `step_samples`.
   """
-  return [
+  numbers = _rollouts(batch, taken)
+  chosen = _transcribed(batch, numbers, most_tokens)
+  token_text = functools.cache(lambda token: decode([token]))
+  rows = [
     _rollout_row(
       batch.plan.rows[i],
       batch.annotation.advantages[i],
@@ -188,8 +269,87 @@ def rollout_rows(
       taken[batch.plan.rows[i].uid],
       token_text,
     )
-    for i in _rollouts(batch, taken)
+    for i in chosen
   ]
+  contexts: dict[tuple[str, bytes], str] = {}
+  for i, row in zip(chosen, rows, strict=True):
+    scored = taken[batch.plan.rows[i].uid]
+    sample = scored.step(batch.plan.rows[i].uid)
+    row |= _conversation(scored, sample, row['tokens'], decode)
+    prompt = sample.tokens[: sample.prompt_len]
+    first = contexts.setdefault((sample.group_id, prompt.tobytes()), sample.uid)
+    if first == sample.uid:
+      row['context'] = _shortened(decode(prompt.tolist()))
+    else:
+      row['context_of'] = first
+  if len(chosen) < len(numbers):
+    for row in rows:
+      row['step_samples'] = len(numbers)
+  return rows
+
+
+def _transcribed(batch: Batch, numbers: Sequence[int], most_tokens: int | None) -> list[int]:
+  """Returns the numbers of the rows that are written to `rollouts/`, in the given order."""
+  rows = batch.plan.rows
+  groups: dict[str, list[int]] = {}
+  for i in numbers:
+    groups.setdefault(rows[i].group, []).append(i)
+  lengths = {
+    group: sum(rows[i].length - rows[i].prompt_len for i in members)
+    for group, members in groups.items()
+  }
+  if most_tokens is None or sum(lengths.values()) <= most_tokens:
+    return list(numbers)
+  chosen: list[int] = []
+  tokens = 0
+  for group in sorted(groups, key=lambda group: hashlib.blake2b(group.encode()).digest()):
+    if chosen and tokens + lengths[group] > most_tokens:
+      break
+    chosen += groups[group]
+    tokens += lengths[group]
+  return sorted(chosen)
+
+
+def _shortened(text: str) -> str:
+  left_out = len(text) - _CONTEXT_CHARACTERS
+  if left_out <= 0:
+    return text
+  half = _CONTEXT_CHARACTERS // 2
+  return f'{text[:half]}… [{left_out:,} characters left out] …{text[-half:]}'
+
+
+def _conversation(
+  scored: Experience, sample: Sample, tokens: Sequence[str], decode: Callable[[list[int]], str]
+) -> dict[str, Any]:
+  """Returns the entries of a row that describe the turns of its sample: which tokens the policy
+  sampled, the reward of each of the policy's turns, and the versions that sampled the tokens.
+  Entries that are trivial for a sample of one turn and one version are left out.
+
+  Args:
+    tokens: texts of the tokens after the prompt.
+  """
+  start = sample.prompt_len
+  is_policy = sample.role[start:] == Role.POLICY
+  changes = (np.flatnonzero(np.diff(is_policy)) + 1).tolist()
+  bounds = [0, *changes, len(is_policy)] if len(is_policy) else []
+  turns: list[list[str | int]] = []
+  for a, b in itertools.pairwise(bounds):
+    turns.append(['policy' if is_policy[a] else 'observation', a, b])
+    # If a character spans several tokens, no single token has its text.
+    text = '' if is_policy[a] else decode(sample.tokens[start + a : start + b].tolist())
+    if text and text != ''.join(tokens[a:b]):
+      turns[-1].append(_shortened(text))
+  row: dict[str, Any] = {'turns': turns} if len(turns) > 1 else {}
+  places = [step.uid for step in scored.steps]
+  value, earlier = scored.step_rewards()[places.index(sample.uid)]
+  if value is not None and scored.reward.turn_values:
+    missing = sum(kind == 'policy' for kind, *_ in turns) - len(earlier)
+    rewards = [float(reward) for reward in earlier] + [0.0] * max(missing, not earlier)
+    rewards[-1] += value
+    row['turn_rewards'] = rewards
+  if len({segment.version for segment in sample.segments}) > 1:
+    row['versions'] = [[s.start - start, s.end - start, s.version.step] for s in sample.segments]
+  return row
 
 
 def _rollout_row(
@@ -199,31 +359,38 @@ def _rollout_row(
   scored: Experience,
   token_text: Callable[[int], str],
 ) -> dict[str, Any]:
-  sample, after = scored.sample, slice(scored.sample.prompt_len, None)
+  sample = scored.step(row.uid)
+  after = slice(sample.prompt_len, None)
   token_ids = sample.tokens[after]
+  tokens = [token_text(t) for t in token_ids.tolist()]
+  is_end = sample is scored.steps[-1]
   return {
     'uid': sample.uid,
     'task_id': sample.task_id,
     'group_id': sample.group_id,
     'sample_index': sample.sample_index,
+    'trajectory_id': sample.trajectory_id,
+    'step_index': sample.step_index,
+    'steps': len(scored.steps),
     'taskset': sample.taskset,
     'domain': scored.task.domain,
     'prompt': scored.task.prompt[-1]['content'],
-    'completion': scored.completion,
+    'completion': scored.completion if is_end else ''.join(tokens),
     'truth': scored.task.truth,
-    'tokens': [token_text(int(t)) for t in token_ids],
+    'tokens': tokens,
     'token_ids': token_ids,
-    # NaN marks tokens that no sampler drew; 0 would mean a probability of 1.
+    # NaN marks tokens that were not sampled, because 0 would mean a probability of 1.
     'behaviour_logprobs': np.where(sample.sampled, sample.behaviour_logprobs, np.nan)[after],
     # NaN marks tokens whose logprob the trainer did not compute.
     'trainer_logprobs': np.where(
       sample.loss_mask, np.nan if logprobs is None else logprobs, np.nan
     )[after],
     'advantages': (advantage * sample.loss_mask)[after],
-    'reward': scored.reward.value,
+    # A trajectory's reward and scores are in the row of its last step.
+    'reward': scored.reward.value if is_end else None,
     'scores': {
       score.scorer: {'value': score.value, 'parts': dict(score.parts), 'status': str(score.status)}
-      for score in scored.scores
+      for score in (scored.scores if is_end else ())
     },
     'finish_reason': str(Finish(sample.finish_reason)),
     'version_step': row.to_json()['version_step'],

@@ -112,7 +112,7 @@ class Batcher:
   async def run(self) -> None:
     """Scores requests until it is cancelled."""
     while True:
-      # The wait 'request' is unbounded, since a service waits for its next request.
+      # The wait 'request' is unbounded: a service waits for its next request.
       await self._work.wait()
       batch, self._waiting = (
         self._waiting[: self._model.sequences],
@@ -120,7 +120,7 @@ class Batcher:
       )
       if not self._waiting:
         self._work.clear()
-      # Requests of callers that no longer wait are skipped.
+      # Skip requests whose callers have been cancelled.
       batch = [(sequence, future) for sequence, future in batch if not future.done()]
       if not batch:
         continue

@@ -72,7 +72,7 @@ class Stage:
   publish_every: int = 1
   """Number of batches between publications of the policy to the engine."""
   held_out: str | None = None
-  """Name of the preference set on which evaluations measure the policy; None if there is none."""
+  """Name of the preference set on which evaluations measure the policy; None to measure none."""
 
   @property
   def updates(self) -> int:
@@ -84,7 +84,7 @@ class Stage:
     return (self.end - self.start) * self.minibatches * self.epochs
 
   def evaluation_due(self, done: int) -> bool:
-    """Whether an evaluation is due after `done` batches of the run."""
+    """Returns whether an evaluation is due after `done` batches of the run."""
     every = self.evaluate_every
     return done == self.end or (every is not None and (done - self.start) % every == 0)
 
@@ -139,7 +139,7 @@ def value_pass(stage: Stage, critic: Model, mesh: Mesh) -> Score | Value:
 
 
 class StageTrainer:
-  """Trains one stage: holds its compiled programs, and runs them in order."""
+  """Trains one stage: stores its compiled programs, and runs them in order."""
 
   def __init__(
     self, stage: Stage, process: Process, *, roles: Roles, loader: RowLoader, learned: Learned
@@ -264,6 +264,26 @@ class StageTrainer:
       'values': 'values' in reads,
     }
     return {name for name, is_passed in fields.items() if is_passed}
+
+  def scoring_roles(self, plan: StepPlan) -> frozenset[str]:
+    """Returns the roles (`phases.roles_of`) with which `annotate` computes."""
+    passed = self._passed(plan)
+    roles = {
+      'policy': 'proximal_logprobs' in passed,
+      'reference': 'reference_logprobs' in passed and not self._own_reference,
+      'critic': 'values' in passed,
+    }
+    roles['base'] = roles['policy'] or roles['reference']
+    return frozenset(role for role, is_read in roles.items() if is_read)
+
+  def training_roles(self, plan: StepPlan) -> frozenset[str]:
+    """Returns the roles (`phases.roles_of`) that `update` changes or computes with."""
+    algorithm = self._stage.algorithm
+    averages = 'reference' in algorithm.reads and algorithm.reference.ema is not None
+    roles = {'policy', 'optimizer', 'base', 'critic', 'critic optimizer'}
+    if averages:
+      roles.add('reference')
+    return frozenset(roles) | (self.scoring_roles(plan) if plan.held_out else frozenset())
 
   async def _passes(
     self, learned: Learned, plan: StepPlan, packed: PackedStep
@@ -431,7 +451,10 @@ class StageTrainer:
     # Number of pairs (or single rows) that fit into the arrays of a training step even if all rows
     # have the maximum length.
     at_once = shape.ranks * max(
-      1, min(shape.micro_batches * (shape.chunks // unit), shape.segments // unit)
+      1,
+      min(
+        shape.micro_batches * (shape.chunks * shape.rows_per_chunk // unit), shape.segments // unit
+      ),
     )
     parts = [units[i : i + at_once] for i in range(0, len(units), at_once)]
     held_out = dataclasses.replace(
@@ -458,8 +481,8 @@ class StageTrainer:
     }
 
   def _refreshed(self, learned: Learned, done: int) -> Learned:
-    """Returns the learned state, in which the reference model is updated if the algorithm's rule
-    says so after `done` completed batches.
+    """Returns the learned state. If the algorithm's rule requires it after `done` completed
+    batches, the reference model in it is updated.
     """
     rule = self._stage.algorithm.reference
     if 'reference' not in self._stage.algorithm.reads:

@@ -7,6 +7,7 @@ never leave this package.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,9 +49,10 @@ class Model(NamedTuple):
 
   init: key -> parameters. Kernels and heads are normal(initializer_range), norms 1, and biases 0. A
     key gives the same numbers whether or not layers are scanned, and with or without adapters.
-  apply: (params, tokens, positions, segment_ids) -> hidden states after the final norm, in the
-    compute dtype. Attention is causal and stays within tokens of equal segment id; id 0 is padding.
-    Positions restart at 0 in each segment. If `params` have no adapters, `apply` computes the base
+  apply: (params, tokens, positions, segment_ids, seen_until=None) -> hidden states after the final
+    norm, in the compute dtype. Attention is causal and stays within tokens of equal segment id; id
+    0 is padding. Positions restart at 0 in each segment. With `seen_until`, segments share
+    prefixes, see `ops.places.Places`. If `params` have no adapters, `apply` computes the base
     model.
   head_kernel: params -> `[out, embed]`. Logits (or values) are hidden · kernelᵀ.
   init_cache: (batch, length) -> an empty KV cache.
@@ -63,7 +65,7 @@ class Model(NamedTuple):
   spec: ModelSpec
   options: ModelOptions
   init: Callable[[Array], Params]
-  apply: Callable[[Params, Array, Array, Array], Array]
+  apply: Callable[..., Array]
   head_kernel: Callable[[Params], Array]
   init_cache: Callable[[int, int], Cache]
   decode: Callable[[Params, Array, Array, Cache], tuple[Array, Cache]]
@@ -72,6 +74,10 @@ class Model(NamedTuple):
   """Mesh over which `apply` shards activations. If None, the compiler derives shardings from the
   arguments.
   """
+
+  def shapes(self) -> Params:
+    """Returns the shapes and data types of the parameters that `init` returns."""
+    return _shapes_of(self.init)
 
 
 def build_model(
@@ -82,23 +88,17 @@ def build_model(
   # This call raises UserError if the configured kernel is unavailable.
   chosen(options, mesh, time=1, keys=1, same_tokens=True)
   decoder = Decoder(spec, options, mesh)
-  scanned = Decoder(spec, dataclasses.replace(options, scan_layers=True, remat='none'))
   unrolled = Decoder(spec, dataclasses.replace(options, scan_layers=False, remat='none'))
-
-  def init(key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
-    token = jnp.zeros((1, 1), jnp.int32)
-    params = scanned.init(key, token, Places(token + 1, token))['params']
-    if options.lora is not None:
-      params = lora.join(lora.fresh(params, options.lora, jax.random.fold_in(key, 1)), params)
-    return params if options.scan_layers else unstack_layers(params)
 
   def apply(
     params: Params,
     tokens: Int[Array, 'batch time'],
     positions: Int[Array, 'batch time'],
     segment_ids: Int[Array, 'batch time'],
+    seen_until: Int[Array, 'batch time'] | None = None,
   ) -> Float[Array, 'batch time embed']:
-    hidden, _ = decoder.apply({'params': params}, tokens, Places(segment_ids, positions))
+    places = Places(segment_ids, positions, seen_until)
+    hidden, _ = decoder.apply({'params': params}, tokens, places)
     return hidden
 
   def decode(
@@ -111,6 +111,7 @@ def build_model(
       {'params': params}, tokens, Places(jnp.ones_like(positions), positions), cache
     )
 
+  init = _init_of(spec, options)
   return Model(
     spec=spec,
     options=options,
@@ -121,9 +122,37 @@ def build_model(
       spec, batch, length, dtype=jnp.dtype(options.dtype)
     ),
     decode=decode,
-    axes=lambda: _axes(jax.eval_shape(init, jax.random.key(0)), scanned=options.scan_layers),
+    axes=lambda: _axes(_shapes_of(init), scanned=options.scan_layers),
     mesh=mesh,
   )
+
+
+# A command builds the same model several times. The models share one function, so that JAX traces
+# it once.
+@functools.lru_cache(maxsize=16)
+def _init_of(spec: ModelSpec, options: ModelOptions) -> Callable[[Array], Params]:
+  scanned = Decoder(spec, dataclasses.replace(options, scan_layers=True, remat='none'))
+
+  def init(key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
+    token = jnp.zeros((1, 1), jnp.int32)
+    params = scanned.init(key, token, Places(token + 1, token))['params']
+    if options.lora is not None:
+      params = lora.join(lora.fresh(params, options.lora, jax.random.fold_in(key, 1)), params)
+    return params if options.scan_layers else unstack_layers(params)
+
+  return init
+
+
+def _shapes_of(init: Callable[[Array], Params]) -> Params:
+  return _traced(init, bool(jax.config.jax_enable_x64))
+
+
+@functools.lru_cache(maxsize=16)
+def _traced(init: Callable[[Array], Params], wide: bool) -> Params:
+  """Returns the shapes of the parameters that `init` returns. `wide` states whether 64-bit types
+  are enabled, because that determines the data types.
+  """
+  return jax.eval_shape(init, jax.random.key(0))
 
 
 def is_stacked(params: Params) -> bool:

@@ -89,7 +89,7 @@ def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Ar
   time, shards = query.shape[1], mesh.shape[SEQUENCE]
   length = splash_length(time, shards=shards)
   query, key, value = (fill(x, length) for x in (query, key, value))
-  places = Places(*(fill(x, length) for x in places))
+  places = jax.tree.map(lambda x: fill(x, length), places)
   kernel = splash_kernel(length, shards=shards, **rule)
   spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, RULES['time'])))
 
@@ -119,8 +119,8 @@ def _over(
 
   heads = query.shape[2]
   places = (
-    Places(*(spec(x, QUERIES[:2]) for x in of_queries)),
-    Places(*(spec(x, KEYS[:2]) for x in of_keys)),
+    jax.tree.map(lambda x: spec(x, QUERIES[:2]), of_queries),
+    jax.tree.map(lambda x: spec(x, KEYS[:2]), of_keys),
   )
   mapped = jax.shard_map(
     each,

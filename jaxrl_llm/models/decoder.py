@@ -26,9 +26,7 @@ from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
 class Table(nn.Module):
-  """A kernel that serves either as a lookup table (embedding) or as a factor of hidden states
-  (head).
-  """
+  """A kernel used as a lookup table (embedding) or as a factor of hidden states (head)."""
 
   rows: int
   columns: int
@@ -122,7 +120,8 @@ class Decoder(nn.Module):
     frequencies = inverse_frequencies(
       head_dim=spec.head_dim, rope_theta=spec.rope_theta, scaling=spec.rope_scaling
     )
-    # Flatten the tokens of all rows into one dimension, unless time is sharded over devices.
+    # Flatten the tokens of all rows into one dimension unless the time axis is sharded over
+    # devices.
     flat = self.mesh is None or self.mesh.shape[SEQUENCE] == 1
     context = Context(rotation(places.positions, frequencies, dtype=dtype), places)
     x = table(spec.vocab_size, name='embed')()[tokens.reshape(-1) if flat else tokens].astype(dtype)

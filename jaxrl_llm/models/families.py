@@ -29,7 +29,7 @@ class Family:
   """
 
   name: str
-  """`model_type` in config.json."""
+  """Value of `model_type` in config.json."""
   description: str
   architectures: Mapping[str, str]
   """Name of the `transformers` class for each head, as it appears in `architectures` in

@@ -42,8 +42,9 @@ def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelS
 def fresh_head(
   spec: ModelSpec, key: PRNGKeyArray | UInt32[Array, '2'], *, dtype: str = 'float32'
 ) -> Float[Array, 'out embed']:
-  """Initialises the head's kernel from normal(initializer_range). Its shape is `[1, embed]` for
-  'value' and 'scalar', and `[vocab, embed]` for 'lm'.
+  """Samples the head's kernel from a normal distribution with mean 0 and standard deviation
+  `initializer_range`. Its shape is `[1, embed]` for 'value' and 'scalar', and `[vocab, embed]` for
+  'lm'.
   """
   shape = (head_size(spec), spec.hidden_size)
   return spec.initializer_range * jax.random.normal(key, shape, jnp.dtype(dtype))

@@ -8,7 +8,7 @@ trainable parameters are the first result of `split`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -79,6 +79,18 @@ def is_adapter(name: str) -> bool:
   return name.endswith((_A, _B))
 
 
+def adapter_of(name: str, flat: Mapping[str, Any]) -> tuple[Any, Any] | None:
+  """Returns the matrices A and B of a kernel's adapter; None if the parameter has none.
+
+  Args:
+    flat: parameters by flat name.
+  """
+  module = name.removesuffix(_KERNEL)
+  if not name.endswith(_KERNEL) or module + _A not in flat:
+    return None
+  return flat[module + _A], flat[module + _B]
+
+
 def merged(params: Params, lora: LoraConfig | None) -> Iterator[tuple[str, Any]]:
   """Yields the (name, array) pairs of the equivalent model without adapters, sorted by name. Each
   array is computed only when it is requested.
@@ -88,9 +100,8 @@ def merged(params: Params, lora: LoraConfig | None) -> Iterator[tuple[str, Any]]
   """
   flat = flatten(params)
   for name in sorted(flat):
-    module = name.removesuffix(_KERNEL)
-    if lora is not None and name.endswith(_KERNEL) and module + _A in flat:
-      yield name, _merged(flat[name], flat[module + _A], flat[module + _B], lora.scale)
+    if lora is not None and (adapter := adapter_of(name, flat)) is not None:
+      yield name, _merged(flat[name], *adapter, lora.scale)
     elif lora is None or not is_adapter(name):
       yield name, flat[name]
 
@@ -100,13 +111,16 @@ def merge(params: Params, lora: LoraConfig | None) -> Params:
   return params if lora is None else unflatten(dict(merged(params, lora)))
 
 
-@jax.jit
-def _merged(
+def merge_kernel(
   kernel: Float[Array, '*layers out in'],
   a: Float[Array, '*layers rank in'],
   b: Float[Array, '*layers out rank'],
   scale: float | Float[Array, ''],
 ) -> Float[Array, '*layers out in']:
+  """Returns W + scale · B·A in at least float32."""
   wide = jnp.promote_types(kernel.dtype, jnp.float32)
   product = jnp.matmul(b.astype(wide), a.astype(wide), precision=jax.lax.Precision.HIGHEST)
   return kernel.astype(wide) + scale * product
+
+
+_merged = jax.jit(merge_kernel)

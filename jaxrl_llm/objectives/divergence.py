@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from sampled tokens. Logprobs may be NaN at masked
+"""Estimators of KL(policy || reference) computed from sampled tokens. Logprobs may be NaN at masked
 positions.
 """
 

@@ -26,10 +26,10 @@ from jaxrl_llm.objectives.policy import (
 
 
 class SurrogateTokens(NamedTuple):
-  """Tokens of one micro-batch. Masked positions of both logprobs may hold anything, even NaN."""
+  """Tokens of one micro-batch. At masked positions, both logprobs may have any value, even NaN."""
 
   logprobs: Float[Array, 'chunks time']
-  """log πₜ: the only field with a gradient."""
+  """log πₜ, the only field with a gradient."""
   proximal_logprobs: Float[Array, 'chunks time']
   """log π_prox,ₜ. With `bypass_old_logprobs`, these are the sampler's logprobs."""
   advantages: Float[Array, 'chunks time']
@@ -61,7 +61,7 @@ micro-batch, because the loss must not depend on the split into micro-batches.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RatioBounds:
-  """Bounds of the importance ratio, as distances from 1."""
+  """Bounds of the importance ratio, given as distances from 1."""
 
   clip_ratio_low: float = 0.2
   clip_ratio_high: float = 0.2
@@ -78,14 +78,16 @@ class DualClipBounds(RatioBounds):
 
 
 def clip(tokens: SurrogateTokens, options: DualClipBounds) -> TokenLoss:
-  """PPO's clipped importance ratio, see `clipped_surrogate`."""
+  """Returns PPO's loss with a clipped importance ratio; see `clipped_surrogate`."""
   return _clipped(
     token_log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.mask), tokens, options
   )
 
 
 def gspo(tokens: SurrogateTokens, options: DualClipBounds) -> TokenLoss:
-  """The clipped importance ratio of the sequence, see `sequence_log_ratio`."""
+  """Returns GSPO's loss, which clips the importance ratio of the sequence; see
+  `sequence_log_ratio`.
+  """
   logprobs, proximal, _, mask, ids, segments = tokens
   return _clipped(
     sequence_log_ratio(logprobs, proximal, mask, ids, segments=segments), tokens, options
@@ -93,7 +95,7 @@ def gspo(tokens: SurrogateTokens, options: DualClipBounds) -> TokenLoss:
 
 
 def cispo(tokens: SurrogateTokens, options: RatioBounds) -> TokenLoss:
-  """Clipped importance weights on log-likelihoods, see `policy.cispo`."""
+  """Returns CISPO's loss, log-likelihoods with clipped importance weights; see `policy.cispo`."""
   bounds = dict(clip_ratio_low=options.clip_ratio_low, clip_ratio_high=options.clip_ratio_high)
   log_ratio = token_log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.mask)
   return _with_clip_fractions(policy.cispo(log_ratio, tokens.logprobs, tokens.advantages, **bounds))
@@ -119,7 +121,7 @@ def _with_clip_fractions(surrogate: ClippedSurrogate) -> TokenLoss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SapoOptions:
-  """Temperatures of SAPO's gate: a higher one keeps the policy nearer to the proximal one."""
+  """Temperatures of SAPO's gate; higher values keep the policy closer to the proximal policy."""
 
   tau_pos: float = 1.0
   """Temperature for tokens with a positive advantage."""
@@ -133,10 +135,10 @@ class SapoOptions:
 
 
 def sapo(tokens: SurrogateTokens, options: SapoOptions) -> TokenLoss:
-  """SAPO's soft gate (arXiv:2511.20347): lossₜ = -f(ρₜ) Aₜ, f(ρ) = 4/τ · σ(τ (ρ - 1)).
+  """Returns SAPO's loss (arXiv:2511.20347): lossₜ = -f(ρₜ) Aₜ with f(ρ) = 4/τ · σ(τ (ρ - 1)).
 
   τ is `tau_pos` where Aₜ > 0, otherwise `tau_neg`. The gradient is -4 pₜ (1 - pₜ) ρₜ Aₜ ∇log πₜ,
-  pₜ = σ(τ (ρₜ - 1)).
+  where pₜ = σ(τ (ρₜ - 1)).
   """
   ratio = jnp.exp(token_log_ratio(tokens.logprobs, tokens.proximal_logprobs, tokens.mask))
   tau = jnp.where(tokens.advantages > 0, options.tau_pos, options.tau_neg).astype(ratio.dtype)

@@ -19,6 +19,8 @@ from jaxrl_llm.ops.fused import pallas_gpu, splash, why_not_pallas_gpu, why_not_
 from jaxrl_llm.ops.places import FLOOR, MASKED, Places, visible
 
 Implementation = Literal['masked', 'blockwise', 'splash', 'pallas_gpu']
+SHARES_PREFIXES: frozenset[Implementation] = frozenset({'masked', 'blockwise'})
+"""Implementations in which segments may share prefixes (`Places.seen_until`)."""
 KERNELS = {'tpu': 'splash', 'gpu': 'pallas_gpu'}
 """Fused kernel of each platform that has one."""
 MASKED_SCORES = 256 * 256
@@ -131,6 +133,8 @@ def attention(
     )
   if of_queries is not of_keys:
     raise ValueError(f'attention: {implementation} needs queries and keys of the same tokens')
+  if of_keys.seen_until is not None:
+    raise ValueError(f'attention: {implementation} does not share prefixes')
   if implementation == 'splash':
     return splash(
       query, key, value, of_queries, window=window, softcap=softcap, interpret=interpret

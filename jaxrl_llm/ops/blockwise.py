@@ -64,10 +64,10 @@ def blockwise(
 ) -> Float[Array, 'batch time heads head_dim']:
   """Computes `attention` block by block.
 
-  Each block of queries iterates over the blocks of keys from the first to the last that it may see.
-  If rows contain packed segments in order, these are only the blocks of its own segments, up to
-  itself. Later tokens and other segments then cost nothing. Rows of the batch are processed
-  sequentially, each with its own range of blocks.
+  Each block of queries iterates over the blocks of keys that it may see. If rows contain packed
+  segments in order, these are only the blocks of its own segments, up to itself, and of the
+  prefixes that they share. Later tokens and other segments then cost nothing. Rows of the batch are
+  processed sequentially, each with its own blocks.
   """
   return _attend(query, key, value, of_queries, of_keys, _Rule(window, softcap, block))
 
@@ -134,10 +134,12 @@ class _Rows(NamedTuple):
   of_queries: Places
   """Places of the queries, `[*batch, blocks, block]`."""
   of_keys: Places
-  first: Int[Array, '*batch blocks']
-  """Index of the first block of keys that each block of queries may see."""
-  end: Int[Array, '*batch blocks']
-  """Index after the last block of keys that each block of queries may see."""
+  visits: Int[Array, '*batch blocks key_blocks']
+  """Indices of the blocks of keys that each block of queries may see, followed by all other
+  indices.
+  """
+  count: Int[Array, '*batch blocks']
+  """Number of blocks of keys that each block of queries may see."""
 
   @property
   def query_block(self) -> int:
@@ -150,23 +152,23 @@ class _Rows(NamedTuple):
     kv_heads = key.shape[2]
     block, key_block = min(rule.block, query.shape[1]), min(rule.block, key.shape[1])
     of_queries, of_keys = _placed(of_queries, block), _placed(of_keys, key_block)
-    first, end = _ranges(of_queries, of_keys, rule.window)
+    visits, count = _visits(of_queries, of_keys, rule.window)
     return cls(
       _blocked(query, kv_heads=kv_heads, block=block),
       _blocked(key, kv_heads=kv_heads, block=key_block),
       _blocked(value, kv_heads=kv_heads, block=key_block),
       of_queries,
       of_keys,
-      first,
-      end,
+      visits,
+      count,
     )
 
 
 def _blocked(
   x: Float[Array, 'batch time heads n'], *, kv_heads: int, block: int
 ) -> Float[Array, 'batch blocks kv_heads rows n']:
-  """Pads time with zeros and splits it into blocks. In each block, a key-value head has `rows` =
-  heads / kv_heads · block rows.
+  """Pads time with zeros and splits it into blocks. A block has `rows` = (heads / kv_heads) · block
+  rows for each key-value head.
   """
   batch, time, heads, n = x.shape
   x = jnp.pad(x, ((0, 0), (0, -time % block), (0, 0), (0, 0)))
@@ -190,29 +192,30 @@ def _placed(places: Places, block: int) -> Places:
   def fill(x):
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block))).reshape(x.shape[0], -1, block)
 
-  return Places(fill(places.segment_ids), fill(places.positions))
+  return jax.tree.map(fill, places)
 
 
-def _ranges(
+def _visits(
   of_queries: Places, of_keys: Places, window: int | None
-) -> tuple[Int[Array, 'batch blocks'], Int[Array, 'batch blocks']]:
-  """Returns, for each block of queries, the range of blocks of keys that it has to visit: the
-  index of the first (`_Rows.first`) and one past that of the last (`_Rows.end`). Both are 0 for a
-  block of queries to which all keys are masked.
+) -> tuple[Int[Array, 'batch blocks key_blocks'], Int[Array, 'batch blocks']]:
+  """Returns two arrays for each block of queries: the indices of the blocks of keys that it must
+  visit, in ascending order and followed by all other indices, and the number of blocks to visit.
 
-  Tokens are ordered by segment, then by position. The range leaves out blocks of keys that all come
-  later than the block's last query, or earlier than every key that its first query may attend to.
-  Whatever the order of the tokens, no key that a query may attend to is left out. For packed
-  tokens, the range is exact except for padding.
+  Tokens are ordered by segment, then by position. A block of keys is left out if all its keys come
+  later than the block's last query, if the segments that see them end before that of its first
+  query, or if they are all beyond the first query's window. Whatever the order of the tokens, no
+  key that a query may attend to is left out.
   """
   low, low_at, high, high_at = (x[..., :, None] for x in _span(of_queries))
-  key_low, key_low_at, key_high, key_high_at = (x[..., None, :] for x in _span(of_keys))
+  key_low, key_low_at, _, _ = (x[..., None, :] for x in _span(of_keys))
+  last = of_keys.last_segments
+  key_last = last.max(-1)
+  key_last_at = jnp.where(last == key_last[..., None], of_keys.positions, 0).max(-1)
+  key_last, key_last_at = key_last[..., None, :], key_last_at[..., None, :]
   begun = (key_low < high) | ((key_low == high) & (key_low_at <= high_at))
-  near = True if window is None else low_at - key_high_at < window
-  seen = begun & ((key_high > low) | ((key_high == low) & near))
-  blocks = jnp.arange(seen.shape[-1])
-  end = jnp.where(seen, blocks + 1, 0).max(-1)
-  return jnp.minimum(jnp.where(seen, blocks, seen.shape[-1]).min(-1), end), end
+  near = True if window is None else low_at - key_last_at < window
+  seen = begun & ((key_last > low) | ((key_last == low) & near))
+  return jnp.argsort(~seen, axis=-1, stable=True), seen.sum(-1)
 
 
 def _span(places: Places) -> tuple[Int[Array, 'batch blocks'], ...]:
@@ -222,7 +225,7 @@ def _span(places: Places) -> tuple[Int[Array, 'batch blocks'], ...]:
   Padding is ignored. For a block that contains only padding, the lowest segment is above all real
   segments and the highest is 0.
   """
-  segments, positions = places
+  segments, positions = places[:2]
   top = jnp.iinfo(segments.dtype).max
   low = jnp.where(segments > 0, segments, top).min(-1)
   high = jnp.maximum(segments, 0).max(-1)
@@ -256,10 +259,11 @@ def _forward_row(row: _Rows, rule: _Rule) -> tuple[_QueryBlocks, _Statistic]:
   """Returns the outputs and the lse (log of the sum of exponentials) of one row of the batch."""
 
   def attend_block(queries):
-    query, of_queries, first, end = queries
+    query, of_queries, visits, count = queries
 
-    def add_keys(j, carry):
+    def add_keys(i, carry):
       acc, row_max, row_sum = carry
+      j = visits[i]
       key, value, of_keys = _at((row.key, row.value, row.of_keys), j)
       scores, seen = _scores(query, key, of_queries, of_keys, rule)
       scores = jnp.where(seen, scores, MASKED)
@@ -277,13 +281,13 @@ def _forward_row(row: _Rows, rule: _Rule) -> tuple[_QueryBlocks, _Statistic]:
       jnp.full(column, FLOOR, statistics),
       jnp.zeros(column, statistics),
     )
-    acc, row_max, row_sum = jax.lax.fori_loop(first, end, add_keys, start)
+    acc, row_max, row_sum = jax.lax.fori_loop(0, count, add_keys, start)
     # If a query sees a key, its sum is at least 1. The bound 1e-9 therefore only affects queries
     # that see none.
     row_sum = jnp.maximum(row_sum, 1e-9)
     return (acc / row_sum).astype(query.dtype), row_max + jnp.log(row_sum)
 
-  return jax.lax.map(attend_block, (row.query, row.of_queries, row.first, row.end))
+  return jax.lax.map(attend_block, (row.query, row.of_queries, row.visits, row.count))
 
 
 def _backward_row(
@@ -293,10 +297,11 @@ def _backward_row(
   statistics = lse.dtype
 
   def add_queries(sums, queries):
-    query, of_queries, first, end, dout, delta, lse = queries
+    query, of_queries, visits, count, dout, delta, lse = queries
 
-    def add_keys(j, carry):
+    def add_keys(i, carry):
       dq, dk, dv = carry
+      j = visits[i]
       key, value, of_keys = _at((row.key, row.value, row.of_keys), j)
       scores, seen = _scores(query, key, of_queries, of_keys, rule)
       p = jnp.exp(jnp.where(seen, scores, MASKED) - lse)
@@ -310,11 +315,11 @@ def _backward_row(
       dk_j = product('krs,krh->ksh', ds, query)
       return dq, dk.at[j].add(dk_j), dv.at[j].add(dv_j)
 
-    dq, *sums = jax.lax.fori_loop(first, end, add_keys, (jnp.zeros(query.shape, statistics), *sums))
+    dq, *sums = jax.lax.fori_loop(0, count, add_keys, (jnp.zeros(query.shape, statistics), *sums))
     return tuple(sums), dq.astype(query.dtype)
 
   start = jnp.zeros(row.key.shape, statistics), jnp.zeros(row.value.shape, statistics)
-  queries = (row.query, row.of_queries, row.first, row.end, dout, delta, lse)
+  queries = (row.query, row.of_queries, row.visits, row.count, dout, delta, lse)
   (dk, dv), dq = jax.lax.scan(add_queries, start, queries)
   return dq, dk.astype(row.key.dtype), dv.astype(row.value.dtype)
 

@@ -51,8 +51,8 @@ def why_not_pallas_gpu(
 
 
 def splash_length(time: int, *, shards: int = 1) -> int:
-  """Returns the length to which a row of `time` tokens is padded, so that each shard consists of
-  whole blocks.
+  """Returns the length to which a row of `time` tokens is padded, so that each shard contains an
+  integral number of blocks.
   """
   # Choose the largest block with which no shard grows by more than an eighth. The length must also
   # be divisible by shards².

@@ -18,18 +18,18 @@ def linear(
   x: Float[Array, '*tokens in'], kernel: Float[Array, 'out in']
 ) -> Float[Array, '*tokens out']:
   """Returns x · kernelᵀ in the dtype of the activations."""
-  return _product(x, kernel.astype(x.dtype), x.ndim - 1, 1, x.dtype)
+  return _forward(x, kernel)[0]
 
 
 def _forward(x, kernel):
-  return linear(x, kernel), (x, kernel)
+  compute = kernel.astype(x.dtype)
+  # An empty array carries the kernel's dtype.
+  return _product(x, compute, x.ndim - 1, 1, x.dtype), (x, compute, jnp.empty(0, kernel.dtype))
 
 
 def _backward(kept, dy):
-  x, kernel = kept
-  return _product(dy, kernel.astype(x.dtype), dy.ndim - 1, 0, x.dtype), _by_kernel(
-    x, dy, kernel.dtype
-  )
+  x, compute, like = kept
+  return _product(dy, compute, dy.ndim - 1, 0, x.dtype), _by_kernel(x, dy, like.dtype)
 
 
 def _by_kernel(x, dy, dtype: jnp.dtype):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.ops.reduce import segment_sums
@@ -50,6 +51,15 @@ class SequenceScores(NamedTuple):
   scores: Float[Array, 'chunks segments']
 
 
+class KernelShardings(NamedTuple):
+  """Shardings of a head's kernel `[vocab, embed]` on a mesh."""
+
+  stored: NamedSharding
+  """Sharding of the parameter, and of its gradient."""
+  used: NamedSharding
+  """Sharding of the converted kernel in products with hidden states."""
+
+
 def plan_token_chunk(
   *, chunks: int, time: int, vocab: int, budget_bytes: int, time_shards: int = 1
 ) -> int:
@@ -80,6 +90,7 @@ def token_logprobs(
   token_chunk: int,
   time_shards: int = 1,
   row_shards: int = 1,
+  shardings: KernelShardings | None = None,
 ) -> TokenLogprobs:
   """Computes the logprobs of the tokens under softmax(hidden @ kernel.T / temperature), and the
   entropy of this distribution.
@@ -110,8 +121,30 @@ def token_logprobs(
     row_shards: number of shards of the rows over devices. It must divide the number of rows. The
       kernel's gradient is summed over row and time shards once, after all chunks, instead of in
       every chunk.
+    shardings: how the kernel is stored and used on a mesh. Devices gather it after its conversion
+      to the dtype of `hidden`, and each receives only its shard of the gradient.
   """
   rows, time = tokens.shape
+  _check_shards(rows, time, token_chunk, time_shards, row_shards)
+  parts = _Parts(rows, time, row_shards, time_shards)
+
+  def following(x):
+    return parts.split(jnp.roll(x, -1, axis=1))
+
+  states, targets, scale = parts.split(hidden), following(tokens), following(temperature)
+  chunks, positions = time // token_chunk, token_chunk // time_shards * (rows // row_shards)
+  split = _Split(positions, shardings)
+  if wanted is None or chunks == 1:
+    results = _head(split, states, kernel, targets, scale, jnp.int32(chunks))
+  else:
+    results = _wanted_first(split, states, kernel, targets, scale, following(wanted))
+  aligned = (_delayed(parts.join(x), segment_ids) for x in results)
+  return TokenLogprobs(*(x if wanted is None else jnp.where(wanted, x, 0.0) for x in aligned))
+
+
+def _check_shards(
+  rows: int, time: int, token_chunk: int, time_shards: int, row_shards: int
+) -> None:
   if time % token_chunk:
     raise ValueError(f'token_chunk {token_chunk} does not divide the {time} positions of a chunk')
   if token_chunk % time_shards:
@@ -121,42 +154,83 @@ def token_logprobs(
     )
   if rows % row_shards:
     raise ValueError(f'row_shards {row_shards} does not divide the {rows} rows')
-  cut = (row_shards, rows // row_shards, time_shards, time // time_shards)
 
-  def wanted_or_all(x):
-    return x if wanted is None else jnp.where(wanted, x, 0.0)
 
-  def by_part(x):
+class _Parts(NamedTuple):
+  """Division of `[rows, time]` into equal contiguous parts, which are the shards over devices."""
+
+  rows: int
+  time: int
+  row_shards: int
+  time_shards: int
+
+  @property
+  def _cut(self) -> tuple[int, int, int, int]:
     return (
-      x.reshape(*cut, *x.shape[2:])
-      .swapaxes(1, 2)
-      .reshape(row_shards, time_shards, -1, *x.shape[2:])
+      self.row_shards,
+      self.rows // self.row_shards,
+      self.time_shards,
+      self.time // self.time_shards,
     )
 
-  def by_row(x):
-    return x.reshape(row_shards, time_shards, cut[1], cut[3]).swapaxes(1, 2).reshape(rows, time)
+  def split(self, x):
+    """Converts `[rows, time, ...]` to `[row part, time part, position, ...]`."""
+    shape = (self.row_shards, self.time_shards, -1, *x.shape[2:])
+    return x.reshape(*self._cut, *x.shape[2:]).swapaxes(1, 2).reshape(shape)
 
-  def following(x):
-    return by_part(jnp.roll(x, -1, axis=1))
+  def join(self, x):
+    """Converts `[row part, time part, position]` back to `[rows, time]`."""
+    row_shards, rows, time_shards, time = self._cut
+    x = x.reshape(row_shards, time_shards, rows, time)
+    return x.swapaxes(1, 2).reshape(self.rows, self.time)
 
-  states, targets, scale = by_part(hidden), following(tokens), following(temperature)
-  chunks, positions = time // token_chunk, token_chunk // time_shards * cut[1]
-  if wanted is None or chunks == 1:
-    results = _head(positions, states, kernel, targets, scale, jnp.int32(chunks))
-  else:
-    asked = following(wanted)
-    order = jnp.argsort(~asked, axis=-1, stable=True)
-    places = jnp.argsort(order, axis=-1)
 
-    def first(x):
-      return jnp.take_along_axis(x, order, axis=-1)
+class _Split(NamedTuple):
+  """How `_head` divides its work over chunks and devices."""
 
-    used = -(-asked.sum(-1).max() // positions)
-    results = _head(
-      positions, _moved(states, order, places), kernel, first(targets), first(scale), used
+  positions: int
+  """Number of positions of each part in a chunk."""
+  shardings: KernelShardings | None
+
+  def gathered(self, kernel, dtype):
+    """Returns the kernel in `dtype`, as products use it."""
+    converted = kernel.astype(dtype)
+    if self.shardings is None:
+      return converted
+
+    def used(x):
+      return _sharded(x, self.shardings.used)
+
+    # XLA:GPU would gather the kernel before it converts it.
+    return jax.lax.platform_dependent(
+      converted, tpu=used, default=lambda x: used(_sharded(x, self.shardings.stored))
     )
-    results = (jnp.take_along_axis(x, places, axis=-1) for x in results)
-  return TokenLogprobs(*(wanted_or_all(_delayed(by_row(x), segment_ids)) for x in results))
+
+  def scattered(self, gradient):
+    """Shards the kernel's gradient `[embed, vocab]` like the parameter."""
+    if self.shardings is None:
+      return gradient
+    return _sharded(gradient.T, self.shardings.stored).T
+
+
+_sharded = jax.lax.with_sharding_constraint
+
+
+def _wanted_first(split, states, kernel, targets, temperature, wanted):
+  """Calls `_head` with the wanted positions of each part moved to its front, for as many chunks as
+  these positions fill. Returns its results in the original order.
+  """
+  order = jnp.argsort(~wanted, axis=-1, stable=True)
+  places = jnp.argsort(order, axis=-1)
+
+  def first(x):
+    return jnp.take_along_axis(x, order, axis=-1)
+
+  used = -(-wanted.sum(-1).max() // split.positions)
+  results = _head(
+    split, _moved(states, order, places), kernel, first(targets), first(temperature), used
+  )
+  return (jnp.take_along_axis(x, places, axis=-1) for x in results)
 
 
 def token_values(
@@ -229,12 +303,12 @@ _moved.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _head(positions, hidden, kernel, targets, temperature, used):
+def _head(split, hidden, kernel, targets, temperature, used):
   """Returns the logprobs of `targets` and the entropies, both `[row part, time part, position]`
   like `targets`.
 
   `hidden` is `[row part, time part, position, embed]`. Each of the `used` chunks computes
-  `positions` positions per part. The results of all other positions are 0.
+  `split.positions` positions per part. The results of all other positions are 0.
 
   Let p be the softmax of the logits z = hidden · kernel / T, and H = -Σ p · log p its entropy. The
   derivative of log p[target] with respect to z is onehot(target) - p, as in any softmax
@@ -246,11 +320,11 @@ def _head(positions, hidden, kernel, targets, temperature, used):
   The only residuals besides the arguments are therefore each token's log-normalizer and H. Logits
   are recomputed, as in arXiv:2411.09009.
   """
-  return _head_forward(positions, hidden, kernel, targets, temperature, used)[0]
+  return _head_forward(split, hidden, kernel, targets, temperature, used)[0]
 
 
-def _head_forward(positions, hidden, kernel, targets, temperature, used):
-  compute = kernel.astype(hidden.dtype)
+def _head_forward(split, hidden, kernel, targets, temperature, used):
+  positions, compute = split.positions, split.gathered(kernel, hidden.dtype)
 
   def chunk(i, results):
     states, target, scale = _chunk((hidden, targets, temperature), i, positions)
@@ -266,12 +340,14 @@ def _head_forward(positions, hidden, kernel, targets, temperature, used):
 
   start = (jnp.zeros(targets.shape, _wide(hidden)),) * 3
   logprobs, entropy, normalizer = _repeat(used, chunk, start, once=positions == targets.shape[-1])
-  return (logprobs, entropy), (hidden, kernel, targets, temperature, used, normalizer, entropy)
+  # An empty array carries the kernel's dtype.
+  kept = hidden, compute, jnp.empty(0, kernel.dtype), targets, temperature, used
+  return (logprobs, entropy), (*kept, normalizer, entropy)
 
 
-def _head_backward(positions, kept, cotangents):
-  hidden, kernel, targets, temperature, used, *kept = kept
-  compute = kernel.astype(hidden.dtype)
+def _head_backward(split, kept, cotangents):
+  hidden, compute, like, targets, temperature, used, *kept = kept
+  positions = split.positions
   per_token = (targets, temperature, *kept, *(g / temperature for g in cotangents))
 
   def chunk(i, sums):
@@ -294,11 +370,11 @@ def _head_backward(positions, kept, cotangents):
     return (*_with_chunk((d_hidden,), (d_states,), i, positions), d_kernel)
 
   # Accumulate the kernel's gradient as [embed, vocab], with the vocabulary last as in d_logits, so
-  # that only the final sum needs a transposition. Until then, each part has its own sum.
-  start = jnp.zeros((math.prod(targets.shape[:2]), *kernel.shape[::-1]), _wide(hidden))
+  # that only the final sum needs a transposition. Until then, each part has a separate sum.
+  start = jnp.zeros((math.prod(targets.shape[:2]), *compute.shape[::-1]), _wide(hidden))
   once = positions == targets.shape[-1]
   d_hidden, d_kernel = _repeat(used, chunk, (jnp.zeros_like(hidden), start), once=once)
-  return d_hidden, d_kernel.sum(0).T.astype(kernel.dtype), None, None, None
+  return d_hidden, split.scattered(d_kernel.sum(0)).T.astype(like.dtype), None, None, None
 
 
 _head.defvjp(_head_forward, _head_backward)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 class Traffic(NamedTuple):
   count: int
   bytes: int
-  """Number of bytes per device: the sizes of the operands of reduce-scatters, and of the results of
-  all other collectives.
+  """Number of bytes per device. For reduce-scatters, these are the sizes of the operands; for all
+  other collectives, the sizes of the results.
   """
   largest: str
   """Largest array counted in `bytes`, such as 'bf16[4096,1024]'."""
@@ -173,7 +173,7 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
 def _whole(
   kind: str, *, started: bool, result: str, line: str, types: Mapping[str, str]
 ) -> list[_Array]:
-  """Returns the arrays that count in `Traffic.bytes`."""
+  """Returns the arrays whose sizes count in `Traffic.bytes`."""
   if started and kind != 'all-reduce':
     # An asynchronous start returns a tuple of operands, an equal number of results, and context
     # scalars.

@@ -1,4 +1,4 @@
-"""Deadlines by which the processes of a job notice that one of them is gone or stuck."""
+"""Deadlines by which the processes of a job detect that one of them has died or is stuck."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class CoordinationConfig:
   between two exchanges, such as the engine's start or compilation.
   """
   device_s: float = 3600.0
-  """Maximum duration in seconds of one call on the devices in a job of several processes. It must
-  exceed `silence_s`.
+  """Maximum duration in seconds of one call on the devices in a job of several processes. The value
+  must exceed `silence_s`.
   """
   leave_s: float = 30.0
   """Maximum time in seconds that process 0 waits at the end for the other processes to leave."""
   grace_s: float | None = None
   """Seconds between SIGTERM and SIGKILL that the job's system grants. A process that is still
-  stopping after nine tenths of this time exits without a further commit. If None, the variable
+  stopping after nine tenths of this time exits without another commit. If None, the variable
   JAXRL_GRACE_S is used, and without the variable there is no limit.
   """
 
@@ -71,4 +71,6 @@ def grace_of(config: CoordinationConfig, environment: Mapping[str, str]) -> floa
 
 
 _MOST_S = 1e6
-"""About twelve days. Larger numbers overflow timers of libraries."""
+"""Maximum of these settings in seconds, about twelve days. Larger numbers would overflow the timers
+of libraries.
+"""

@@ -2,7 +2,7 @@
 at the same point of the program.
 
 While process 0 is busy, it exchanges heartbeats with the waiting processes. A dead process is
-therefore noticed at the next heartbeat. By a heartbeat, process 0 also learns of a signal that only
+therefore noticed at the next heartbeat. Heartbeats also tell process 0 of a signal that only
 another process received.
 """
 
@@ -77,8 +77,9 @@ class Coordinator:
       WaitExpired: another process does not reach the exchange within `silence_s`.
     """
     if jax.process_count() == 1:
-      return await decision  # The wait 'decision' is bounded by the waits inside `decision`.
-    # The wait 'decision' is bounded by its waits in process 0, and by `exchange` elsewhere.
+      # The wait 'decision' is bounded: every wait inside `decision` has a deadline.
+      return await decision
+    # The wait 'decision' is bounded by 'exchange' or, in process 0, by `decision`'s deadlines.
     return await (self._lead(decision) if self.leads else self._follow())
 
   async def _lead(self, decision: Awaitable[Json]) -> Json:
@@ -88,7 +89,7 @@ class Coordinator:
         await self._headers(_BEAT, 0)
     finally:
       task.cancel()  # This has no effect on a finished task.
-      # The wait 'decision' is bounded by the waits inside `decision`.
+      # The wait 'decision' is bounded: every wait inside `decision` has a deadline.
       await asyncio.gather(task, return_exceptions=True)
     if task.cancelled() or task.exception() is not None:
       await self._headers(_ABORT, 0)
@@ -130,7 +131,8 @@ class Coordinator:
 
 
 async def _encoded(decision: Awaitable[Json]) -> bytes:
-  value = await decision  # The wait 'decision' is bounded by the waits inside `decision`.
+  # The wait 'decision' is bounded: every wait inside `decision` has a deadline.
+  value = await decision
   return json.dumps(value).encode()
 
 
@@ -141,6 +143,6 @@ def _broadcast_bytes(payload: bytes, length: int) -> bytes:
   buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
   received = []
   for block in buffer.reshape(blocks, _BLOCK):
-    # The wait 'exchange' is bounded by `silence_s` in the caller.
+    # The wait 'exchange' is bounded by `silence_s`, which the caller enforces.
     received.append(multihost_utils.broadcast_one_to_all(block))
   return np.concatenate(received).astype(np.uint8).tobytes()[:length]

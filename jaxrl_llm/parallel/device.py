@@ -1,5 +1,5 @@
 """Device thread: the only thread that runs programs on a process's devices, so that device work
-never blocks the event loop. Only the loader places arrays from a thread of its own.
+never blocks the event loop. As an exception, the loader places arrays from a separate thread.
 
 If a collective fails because another process is gone, PeerFailed is raised, whatever error the
 runtime raises.
@@ -26,7 +26,7 @@ errors differ between platforms.
 
 
 class PeerFailed(RunError):
-  """Raised when another process of the job failed or is gone, while this process is healthy."""
+  """Another process of the job has failed or disappeared, while this process is healthy."""
 
   exit_code = 75
   """EX_TEMPFAIL, from which a supervisor sees that the cause is in another process."""

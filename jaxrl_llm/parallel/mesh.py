@@ -61,7 +61,8 @@ def available_devices() -> list[jax.Device]:
   """
   try:
     return jax.devices()
-  except (RuntimeError, AssertionError) as error:  # AssertionError: the platform has no plugin.
+  # An AssertionError means that the platform has no plugin.
+  except (RuntimeError, AssertionError) as error:
     reason = str(error).partition('\n')[0]
     raise UserError(
       f'JAX_PLATFORMS={os.environ.get("JAX_PLATFORMS", "")}: JAX {jax.__version__} finds no such '

@@ -59,7 +59,7 @@ _GPUS = {
 
 class Topology(NamedTuple):
   chip: str
-  """Key of `CHIPS`."""
+  """Kind of the devices, a key of `CHIPS`."""
   shape: tuple[int, ...]
   """Shape of a TPU slice. For GPUs: hosts × GPUs per host, or only the number of GPUs."""
   slices: int

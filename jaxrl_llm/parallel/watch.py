@@ -59,7 +59,7 @@ class PeerWatch:
         self._end(lost)
 
   def _alive(self, wanted: Collection[int]) -> set[int]:
-    """Waits until every living process has called this method too. Returns the numbers of the
+    """Waits until every living process has also called this method. Returns the numbers of the
     living processes.
     """
     # If process 0 is lost, JAX itself ends this process. Print a warning shortly before.

@@ -13,13 +13,16 @@ import dataclasses
 import itertools
 import json
 import os
+import pathlib
 import sqlite3
 from collections.abc import Iterable, Iterator
 
-from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.core.records.sample import Sample, step_uid
 from jaxrl_llm.core.records.span import decode_span
 from jaxrl_llm.replay.browse import snapshot, unclaimed
+from jaxrl_llm.replay.feedback import Feedback, account
 from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.replay.journal import readable
 from jaxrl_llm.replay.segments import SegmentError, SegmentReader, decode_row
 from jaxrl_llm.replay.tables import LIVE, State, may_become
 from jaxrl_llm.replay.writer import oldest_version
@@ -42,29 +45,33 @@ class AuditReport:
   static data. The numbers add up to `issued`.
   """
   reasons: dict[str, int]
-  """Number of samples, keyed by state and reason, for example 'dropped(timeout)'."""
+  """Number of samples in each final state by reason, keyed like 'dropped(timeout)'."""
   uses: dict[int, int]
   """Number of the policy's samples, keyed by the number of batches that trained on them."""
   duplicates: int
-  """Number of completed samples that arrived a second time, or too late, and were not accepted."""
+  """Number of completed samples that were not accepted, because they arrived twice or too late."""
   rescored: int
   """Number of scores that replaced an earlier one from the same scorer."""
   live: tuple[str, ...]
-  """uids of samples that are still issued, partial, stored or admitted."""
+  """uids of samples that are still issued, partial, stored, awaiting or admitted."""
   unscored: tuple[str, ...]
   """uids of samples in state 'stored' that have no score."""
   lost: tuple[str, ...]
   """uids of samples whose content should exist but cannot be read."""
   unclaimed: tuple[str, ...]
-  """Remarks on files that belong to no sample: one line for those in `segments/`, one for those in
-  `quarantine/`. Such files are not problems.
+  """One line each for `segments/` and `quarantine/` if they contain files that belong to no sample.
+  Such files are not problems.
+  """
+  feedback: str
+  """One line with the numbers of used, waiting, unused and lost verdicts in the inbox; empty if
+  there are no verdicts.
   """
   problems: tuple[str, ...]
   """One line for each problem; empty if `ok`."""
 
   @property
   def lines(self) -> list[str]:
-    """Report as lines of text."""
+    """Returns the report as lines of text."""
     terminal = {state: count for state, count in self.states.items() if state not in LIVE}
     return [
       f'issued {self.issued} = '
@@ -83,6 +90,7 @@ class AuditReport:
       ),
       *([f'bytes lost of {_listed(self.lost)}'] if self.lost else []),
       *self.unclaimed,
+      *([self.feedback] if self.feedback else []),
       *(f'PROBLEM {problem}' for problem in self.problems),
       'audit ok' if self.ok else f'audit FAILED: {len(self.problems)} problems',
     ]
@@ -99,7 +107,8 @@ def audit(store: ReplayStore | str | os.PathLike) -> AuditReport:
   """
   directory = store.directory if isinstance(store, ReplayStore) else store
   with snapshot(directory) as (db, reader):
-    return _Audit(db, reader).report(unclaimed(directory))
+    feedback = account(db, directory)
+    return _Audit(db, reader, pathlib.Path(directory)).report(unclaimed(directory), feedback)
 
 
 class _Audit:
@@ -107,8 +116,8 @@ class _Audit:
   not with the number of all samples.
   """
 
-  def __init__(self, db: sqlite3.Connection, reader: SegmentReader):
-    self._db, self._reader = db, reader
+  def __init__(self, db: sqlite3.Connection, reader: SegmentReader, directory: pathlib.Path):
+    self._db, self._reader, self._directory = db, reader, directory
     self._max_uses = json.loads(
       db.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()[0]
     )
@@ -118,11 +127,12 @@ class _Audit:
     self._live: list[str] = []
     self._lost: list[str] = []
 
-  def report(self, unclaimed: list[str]) -> AuditReport:
+  def report(self, unclaimed: list[str], feedback: Feedback) -> AuditReport:
     """Runs all checks.
 
     Args:
       unclaimed: lines for `AuditReport.unclaimed`.
+      feedback: numbers of used, waiting, unused and lost verdicts in the inbox.
     """
     db = self._db
     problems = [
@@ -134,6 +144,8 @@ class _Audit:
       *self._partial(),
       *self._tasks(),
       *self._left_behind(),
+      *self._journal(),
+      *feedback.problems,
     ]
     (issued,) = db.execute('SELECT count(*) FROM samples').fetchone()
     states, partitions = collections.Counter(), collections.Counter()
@@ -164,6 +176,7 @@ class _Audit:
       unscored=tuple(uid for (uid,) in unscored),
       lost=tuple(sorted(self._lost)),
       unclaimed=tuple(unclaimed),
+      feedback=feedback.line,
       problems=tuple(problems),
     )
 
@@ -265,9 +278,9 @@ class _Audit:
     """Checks where each sample's bytes are stored: in the open segment, in a sealed segment, or
     nowhere.
 
-    Issued, partial and void samples and expert rows have no bytes in segments. Stored and admitted
-    samples have bytes in exactly one segment, and trained samples in a sealed one. Dropped and
-    expired samples have bytes in at most one segment.
+    Issued, partial and void samples and expert rows have no bytes in segments. Stored, awaiting and
+    admitted samples have bytes in exactly one segment, and trained samples in a sealed one. Dropped
+    and expired samples have bytes in at most one segment.
     """
     for uid, attempt, partition, state, opened, sealed in self._db.execute(
       'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM '
@@ -279,13 +292,14 @@ class _Audit:
         State.PARTIAL: opened + sealed == 0,
         State.VOID: opened + sealed == 0,
         State.STORED: opened + sealed == 1,
+        State.AWAITING: opened + sealed == 1,
         State.ADMITTED: opened + sealed == 1,
         State.TRAINED: (opened, sealed) == (0, 1),
       }.get(state, opened + sealed <= 1)
       if not (opened + sealed == 0 if partition == 'expert' else fine):
         if (
           partition == 'usual'
-          and state in (State.STORED, State.ADMITTED, State.TRAINED)
+          and state in (State.STORED, State.AWAITING, State.ADMITTED, State.TRAINED)
           and not opened + sealed
         ):
           self._lost.append(uid)
@@ -330,6 +344,7 @@ class _Audit:
         yield f'{uid}: lost: {sample}'
       else:
         yield from _identity(f'segment {name}: row {row}', uid, version, sample)
+        yield from self._step(sample)
 
   def _tasks(self) -> Iterator[str]:
     """Checks that the store lists the task of every sample, unless it lists no tasks."""
@@ -353,7 +368,7 @@ class _Audit:
       "state IN ('issued', 'partial') AND EXISTS (SELECT 1 "
       'FROM samples m WHERE '
       'm.group_id = s.group_id AND m.attempt = s.attempt AND m.last > s.last AND '
-      "m.state NOT IN ('issued', 'partial', 'stored', 'void')) ORDER BY seq"
+      "m.state NOT IN ('issued', 'partial', 'stored', 'awaiting', 'void')) ORDER BY seq"
     ):
       yield f'{uid} (attempt {attempt}): is {state}, and its group {group} has ended without it'
     for uid, attempt, scorer, step in self._db.execute(
@@ -366,6 +381,19 @@ class _Audit:
         'the score in force may be that of the result that was not accepted'
       )
 
+  def _journal(self) -> Iterator[str]:
+    """Checks that the journal is readable up to the last write that the index records. Stores of
+    older program versions have no journal.
+    """
+    if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'journal'").fetchone():
+      return
+    for (written,) in self._db.execute('SELECT bytes FROM journal'):
+      if (end := readable(self._directory)) < written:
+        yield (
+          f'journal: damaged, readable are {end} of {written} bytes; remove it, and the next start '
+          'makes it again from the index'
+        )
+
   def _partial(self) -> Iterator[str]:
     """Checks that every partial sample has one readable span for each of its transitions to
     `partial`.
@@ -375,7 +403,7 @@ class _Audit:
       "AND t.attempt = s.attempt AND t.state = 'partial'), (SELECT count(*) FROM partials p WHERE "
       'p.uid = s.uid AND p.attempt = s.attempt) FROM samples s'
     ):
-      # A sample that has ended may have fewer spans than transitions, because `prune` deletes its
+      # A sample in a final state may have fewer spans than transitions, because `prune` deletes its
       # spans.
       if kept > became or (state == State.PARTIAL and kept < became):
         self._lost += [uid] if kept < became else []
@@ -399,6 +427,27 @@ class _Audit:
         yield f'{uid}: lost: {error}'
       else:
         yield from _identity(f'open segment: the row of {uid}', uid, version, sample)
+        yield from self._step(sample)
+
+  def _step(self, sample: Sample) -> Iterator[str]:
+    """Checks that the step before a trajectory's later step exists and is in the same state,
+    because a trajectory is trained on or dropped as a whole.
+    """
+    if not sample.step_index:
+      return
+    before = step_uid(sample.trajectory_id, sample.step_index - 1)
+    states = dict(
+      self._db.execute(
+        'SELECT uid, state FROM samples WHERE uid IN (?, ?) ORDER BY attempt', (before, sample.uid)
+      )
+    )
+    if before not in states:
+      yield f'{sample.uid}: is step {sample.step_index}, and step {before} was never issued'
+    elif sample.uid in states and states[before] != states[sample.uid]:
+      yield (
+        f'{sample.uid}: is {states[sample.uid]}, and the step before it, {before}, is '
+        f'{states[before]}'
+      )
 
 
 def _identity(where: str, uid: str, version: int | None, sample: Sample) -> Iterable[str]:
@@ -406,3 +455,8 @@ def _identity(where: str, uid: str, version: int | None, sample: Sample) -> Iter
     yield f'{where} is {sample.uid}, the index says {uid}'
   elif oldest_version(sample) != version:
     yield f'{where} is of version {oldest_version(sample)}, the index says {version}'
+  if sample.step_index and sample.uid != step_uid(sample.trajectory_id, sample.step_index):
+    yield (
+      f'{where} is step {sample.step_index} of trajectory {sample.trajectory_id}, its uid is '
+      f'{sample.uid}'
+    )

@@ -49,7 +49,8 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   path = pathlib.Path(directory) / INDEX
   if not path.is_file():
     raise UserError(
-      f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay)'
+      f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay); '
+      'if it was lost, jaxrl buffer --rebuild rebuilds it from the journal'
     )
   # Without a write-ahead log (WAL), no process has the index open. The index can then be opened as
   # immutable, which creates no files.
@@ -74,7 +75,8 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
     yield db, reader
   except sqlite3.DatabaseError as error:
     raise UserError(
-      f'replay store {path}: {error}; it is damaged or not a store of this program'
+      f'replay store {path}: {error}; it is damaged or not a store of this program; jaxrl buffer '
+      '--rebuild rebuilds a damaged index from the journal'
     ) from error
   finally:
     reader.close()
@@ -110,12 +112,12 @@ class Holdings:
   tasks: Mapping[str, int]
   """Number of tasks attempted, keyed by taskset."""
   waiting: tuple[tuple[int, int], ...]
-  """(version, number of samples) pairs, newest version first. They count samples that are admitted
-  but were never trained on.
+  """(version, number of samples) pairs, newest version first, for samples that are admitted but
+  were never trained on.
   """
   uses: tuple[tuple[str, int, int], ...]
-  """(partition, number of uses, number of samples) for samples that were trained on. Each batch
-  that trains on a sample is a use.
+  """(partition, number of uses, number of samples) triples for samples that were trained on. Each
+  batch that trains on a sample is one use.
   """
   max_uses: int
   attempts: int
@@ -140,7 +142,7 @@ class Holdings:
 
   @property
   def lines(self) -> list[str]:
-    """Summary as lines of text."""
+    """Returns the summary as lines of text."""
 
     def mean(value):
       return 'no value' if value is None else f'mean {value:.4g}'
@@ -232,8 +234,8 @@ def summary(directory: str | os.PathLike) -> Holdings:
 
 def unclaimed(directory: str | os.PathLike) -> list[str]:
   """Returns a line for each subdirectory of a store that has files that no sample needs."""
-  # The files are listed before the index is read. A segment that a run seals in between is then in
-  # the index but not in the list, and is not reported.
+  # Files are listed before the index is read. A segment that a run seals in between is in the index
+  # but not in the list, so it is not reported.
   in_segments = quarantine.files(directory, SEGMENTS)
   with snapshot(directory) as (db, _):
     named = {name for (name,) in db.execute('SELECT name FROM segments')}
@@ -309,7 +311,7 @@ def find(
   where = 'state = ?' if task is None else '+state = ? AND task_id = ?'
   entries = []
   with snapshot(directory) as (db, _):
-    # The index of the table is on (state, last), so each state needs a query of its own.
+    # The table's index is on (state, last), so each state needs a separate query.
     for queried in states:
       rows = db.execute(
         f'{ENTRY} WHERE {where} ORDER BY last DESC LIMIT ?', (queried, *values, limit)
@@ -319,7 +321,8 @@ def find(
 
 
 def asked(directory: str | os.PathLike, task: str) -> list[str]:
-  """Describes a task in lines of text: its visits, the states of its samples, its prompt and truth.
+  """Describes a task in lines of text: its visits, the states of its samples, its prompt and
+  reference answer.
 
   The result is empty if the run never attempted the task.
   """
@@ -393,7 +396,8 @@ def _versions_of(segments: Sequence[Segment]) -> str:
 
 
 def _summary(sample: Sample) -> str:
+  step = f'step {sample.step_index} of {sample.trajectory_id}; ' if sample.step_index else ''
   return (
-    f'{len(sample.tokens)} tokens, of which {sample.prompt_len} prompt, '
+    f'{step}{len(sample.tokens)} tokens, of which {sample.prompt_len} prompt, '
     f'{int(sample.loss_mask.sum())} trained; weights {_versions_of(sample.segments)}'
   )

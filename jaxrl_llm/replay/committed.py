@@ -1,5 +1,5 @@
-"""Check before a resumed run writes anything: does the store have everything that the commit
-needs?
+"""Checks, before a resumed run writes anything, that the store has everything that the commit
+needs.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import json
 import pathlib
 
 from jaxrl_llm.replay.browse import snapshot
+from jaxrl_llm.replay.journal import JOURNAL
 from jaxrl_llm.replay.quarantine import files, listed
 from jaxrl_llm.replay.segments import is_whole
 from jaxrl_llm.replay.tables import INDEX, QUARANTINE, SEGMENTS
@@ -29,7 +30,8 @@ def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[st
     UserError: the index is damaged, or was not written by this program.
   """
   if not (directory / INDEX).is_file():
-    return [str(directory / INDEX) + (f' (store {store})' if store else '')]
+    remedy = ' (jaxrl buffer --rebuild makes it)' if (directory / JOURNAL).is_file() else ''
+    return [f'{directory / INDEX}{f" (store {store})" if store else ""}{remedy}']
   with snapshot(directory) as (db, _):
     row = db.execute("SELECT json FROM meta WHERE key = 'store'").fetchone()
     began = db.execute("SELECT json FROM meta WHERE key = 'began'").fetchone()

@@ -35,14 +35,16 @@ class Connection:
   ):
     self.directory, self.db, self.attempt, self.max_uses = directory, db, attempt, max_uses
     self.lock = threading.RLock()
+    self.sealing = threading.Lock()
+    """Held while a segment file is written. It is taken before `lock`."""
     self._depth = 0
 
   @contextlib.contextmanager
   def transaction(self) -> Iterator[None]:
     """Makes all calls in the block one atomic transaction, with one fsync.
 
-    The block holds the store's lock, so it must not await. It must let exceptions of the calls
-    pass, because only an exception that leaves the block rolls the transaction back.
+    The block holds the store's lock, so it must not await. It must not catch exceptions of the
+    calls, because only an exception that leaves the block rolls the transaction back.
     """
     with self.lock:
       if self._depth:
@@ -53,7 +55,7 @@ class Connection:
         self.db.execute('BEGIN IMMEDIATE')
         yield
         self.db.execute('COMMIT')
-      except sqlite3.IntegrityError:  # This error means a bug in this program.
+      except sqlite3.IntegrityError:  # This error indicates a bug in this program.
         raise
       except sqlite3.DatabaseError as error:
         raise RunError(

@@ -12,8 +12,10 @@ import sqlite3
 
 from jaxrl_llm.core.disk import link_or_copy, sync
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.replay import inbox
 from jaxrl_llm.replay.browse import snapshot
 from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.replay.journal import forget
 from jaxrl_llm.replay.tables import INDEX, SEGMENTS
 
 _NEEDED = """
@@ -24,9 +26,10 @@ SELECT name FROM segments g WHERE step < :commit OR EXISTS (
 
 
 def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: int) -> None:
-  """Copies a store under a new name, possibly while a run writes to it. Sealed segments become hard
-  links where possible. When a run starts with the copy, it undoes the changes after the commit.
-  The plans of later batches, and the counts of what the parent's starts undid, are not copied.
+  """Copies a store and its inbox, possibly while a run writes to them. The copy gets a new name.
+  Sealed segments become hard links where possible. When a run starts with the copy, it undoes the
+  changes after the commit. Plans of later batches, and the parent's records of undone work, are not
+  copied.
 
   Args:
     source: directory of the store.
@@ -39,6 +42,9 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
       `max_uses`.
   """
   (target / SEGMENTS).mkdir(parents=True)
+  # The inbox is copied before the index, so that the copied index contains the sample of each
+  # copied verdict.
+  inbox.copy(source, target)
   with snapshot(source) as (index, _):
     with contextlib.closing(sqlite3.connect(target / INDEX)) as copied:
       try:
@@ -58,10 +64,11 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
         'INSERT OR REPLACE INTO meta VALUES (?,?)',
         [('store', json.dumps(secrets.token_hex(8))), ('max_uses', json.dumps(max_uses))],
       )
-      # The batches that the parent completed after the commit, or repeated after its own crashes,
-      # are no work of the branch that a crash undid (`ReplayStore.undone_until`).
+      # `ReplayStore.undone_until` must not count batches of the parent: in the branch, no crash has
+      # undone them.
       copied.execute('DELETE FROM plans WHERE step >= ?', (commit,))
       copied.execute('UPDATE attempts SET counts = NULL')
+      forget(copied)
       copied.commit()
     for (name,) in index.execute(_NEEDED, {'commit': commit}).fetchall():
       if pathlib.PurePath(name).name != name:

@@ -45,7 +45,7 @@ class DrawConfig:
   decay: float = 2.0
   """Number of versions by which each use lowers a group's priority (order 'priority')."""
   cooldown: int = 1
-  """Number of batches for which a group is not drawn again after a batch has trained on it."""
+  """Minimum number of batches between two batches that train on the same group."""
   max_age: int | None = None
   """Maximum age of a group: the number of batches completed since the policy version that sampled
   it. If None, there is no limit.

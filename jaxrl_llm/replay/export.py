@@ -29,10 +29,10 @@ from jaxrl_llm.replay.segments import Ref, SegmentError, SegmentReader, decode_r
 from jaxrl_llm.replay.tables import State, as_state
 
 _AT_ONCE = 64
-"""Number of samples that are in memory at a time."""
+"""Number of samples held in memory at a time."""
 _NAMED_AT_MOST = 8
-"""Maximum number of lost samples that a line names."""
-_WITH_BYTES = (State.STORED, State.ADMITTED, State.TRAINED)
+"""Maximum number of lost samples that a message lists by name."""
+_WITH_BYTES = (State.STORED, State.AWAITING, State.ADMITTED, State.TRAINED)
 """States in which the store always has the content of a policy sample. In the states dropped and
 expired, the content stays until it is pruned.
 """
@@ -41,9 +41,7 @@ _OPEN = 'open segment'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-  """Conditions for the samples to export, which must meet all of them. None stands for no
-  condition.
-  """
+  """Conditions that samples must meet to be exported. A condition that is None is always met."""
 
   stage: str | None = None
   state: str | None = None
@@ -244,7 +242,9 @@ class _Exporter:
     return samples
 
   def _of(self, table: str, columns: str, seqs: Sequence[int]) -> Iterator[tuple[int, list[Any]]]:
-    """Yields (seq of the sample, columns) for the rows of a table, oldest row first."""
+    """Yields (seq of the sample, values of the columns) for the rows of a table that belong to the
+    samples, oldest row first.
+    """
     # Table and columns are constants of this module; SQL has no parameters for them.
     for seq, *values in self._db.execute(
       f'SELECT s.seq, {columns} FROM samples s JOIN {table} t USING (uid, attempt) '
@@ -339,6 +339,7 @@ def _line(
     'visit': sample.visit,
     'sample_index': sample.sample_index,
     'trajectory_id': sample.trajectory_id,
+    'step_index': sample.step_index,
     'state': row.state,
     'reason': row.reason,
     'issued': row.step,

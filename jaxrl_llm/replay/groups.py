@@ -26,7 +26,7 @@ _DRAWABLE_GROUPS = _GROUPS.format(
   f'{_READY}, changed FROM samples INDEXED BY samples_used '
   "WHERE state = 'trained' AND uses < :max_uses AND changed < :step AND version >= :oldest",
   barred=(
-    "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'partial', 'stored') "
+    "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'partial', 'stored', 'awaiting') "
     'OR m.changed > :step OR '
     "(m.state IN ('admitted', 'trained') AND m.version < :oldest) OR (m.state = 'trained' AND "
     '(m.uses >= :max_uses OR m.changed = :step)))'
@@ -35,7 +35,7 @@ _DRAWABLE_GROUPS = _GROUPS.format(
 _WAITING_GROUPS = _GROUPS.format(
   ready=_WAITING,
   barred='LEFT JOIN segment_rows b ON b.uid = m.uid AND b.attempt = m.attempt '
-  "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'partial', 'stored') "
+  "WHERE m.group_id = r.group_id AND (m.state IN ('issued', 'partial', 'stored', 'awaiting') "
   'OR m.changed > :step OR '
   'b.uid IS NOT NULL)',
 )

@@ -2,18 +2,20 @@
 
 Invariants:
 - Every issued sample has one row, with the key (uid, attempt), which is never deleted. An attempt
-is a start of the run. Each change of the sample's state is appended to `transitions`, with the
-number of batches completed at that moment (its step). `samples.state` is the state after the last
-transition.
+  is a start of the run. Each change of the sample's state is appended to `transitions`, with the
+  number of batches completed at that moment (its step). `samples.state` is the state after the last
+  transition.
 - The bytes of an accepted sample are in the open segment (a table of the index) or in one sealed,
-verified segment file. Rows of static data (`join`) have no bytes here, because they are in a file
-outside the store.
+  verified segment file. Rows of static data (`join`) have no bytes here, because they are in a file
+  outside the store.
 - Each public call is one transaction, or part of an enclosing `transaction()`. If the process is
-killed, the store has the changes of all calls that had returned, and no others.
+  killed, the store has the changes of all calls that had returned, and no others.
 
 A commit at step c contains the changes whose step is less than c. `recover(c)` undoes all others
-and so restores the store as of the commit, with one exception: samples of earlier attempts that had
-neither been accepted nor stored a span by then become `void`, with the reason `crash`.
+and so restores the store as of the commit, with two exceptions. Samples of earlier attempts that
+were neither accepted nor had a stored span at the commit become `void`, with the reason `crash`.
+Some samples that began to wait for delayed rewards after the commit continue to wait
+(`replay.recovery`).
 
 Durability: the index uses a write-ahead log (WAL). With `synchronous='full'`, each transaction is
 on disk when the call returns. With 'normal', a power loss may lose the transactions since the last
@@ -35,7 +37,7 @@ from typing import Any, Literal
 
 from absl import logging
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.score import Score, Status
 from jaxrl_llm.core.records.span import Span
@@ -43,6 +45,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay import groups, quarantine, recovery, segments
 from jaxrl_llm.replay.connection import NAMED, Connection
 from jaxrl_llm.replay.draw import Group
+from jaxrl_llm.replay.journal import Journal, attach
 from jaxrl_llm.replay.tables import (
   ENTRY,
   INDEX,
@@ -72,7 +75,7 @@ class ReplayStore:
     self._connection, self._db, self._lock = connection, connection.db, connection.lock
     self.directory, self.attempt = connection.directory, connection.attempt
     self.reader = segments.open_segment_reader(self.directory / SEGMENTS)
-    self._full = full
+    self._full, self._journal = full, Journal(connection)
     (earlier,) = self._db.execute(
       'SELECT count(*) FROM attempts WHERE attempt < ?', (self.attempt,)
     ).fetchone()
@@ -88,33 +91,43 @@ class ReplayStore:
     return self._connection.transaction()
 
   def at(self, step: int) -> StepWriter:
-    """Returns a writer of changes with this step, the number of batches completed so far."""
+    """Returns a writer that records changes at `step`, the number of batches completed so far."""
     if not self._recovered:
       raise ValueError('store: call recover first, an earlier attempt wrote to this store')
     return StepWriter(self._connection, step)
 
-  def recover(self, commit_step: int) -> dict[str, int]:
+  def recover(self, commit_step: int, *, keep_waiting: bool = True) -> dict[str, int]:
     """Undoes all changes after a commit, in one transaction; see the module docstring. It is called
     once, when a run starts.
 
     Args:
       commit_step: step of the newest commit; 0 if there is none.
+      keep_waiting: whether samples that began to wait for delayed rewards after the commit continue
+        to wait, unless later weights generated them (`replay.recovery`).
 
     Returns:
-      The number of rows deleted from each table, keyed by table, and three more counts: `void` for
-      samples that became void, `restored` for samples that were moved back to the open segment, and
-      `files` for files that were moved to quarantine.
+      The number of rows deleted from each table, keyed by table, and four more counts: `void` for
+      samples that became void, `restored` for samples that were moved back to the open segment,
+      `kept` for samples that continue to wait although they began after the commit, and `files` for
+      files that were moved to quarantine.
     """
     with self._lock:
       newest = self._db.execute('SELECT attempt FROM samples ORDER BY seq DESC LIMIT 1').fetchone()
       if newest == (self.attempt,):
         raise ValueError('recover: this attempt has already issued samples')
       with self.transaction():
-        counts = recovery.undo(self._db, self.reader, commit_step=commit_step, attempt=self.attempt)
+        counts = recovery.undo(
+          self._db,
+          self.reader,
+          commit_step=commit_step,
+          attempt=self.attempt,
+          keep_waiting=keep_waiting,
+        )
       self.reader.close()
       named = {name for (name,) in self._db.execute('SELECT name FROM segments')}
       counts['files'] = quarantine.set_aside(self.directory, named)
       self._recovered = True
+    self._journal.write()
     if any(counts.values()):
       logging.info(
         'replay: attempt %d starts from commit %d; undone: %s', self.attempt, commit_step, counts
@@ -146,9 +159,10 @@ class ReplayStore:
       ).rowcount
 
   def flush(self) -> None:
-    """Writes the changes of all earlier calls to disk. Call this before the COMMIT file of a
-    checkpoint is written.
+    """Writes the changes of all earlier calls to disk, and to the journal. Call this before the
+    COMMIT file of a checkpoint is written.
     """
+    self._journal.write()
     if self._full:
       return
     with self._lock:
@@ -158,6 +172,10 @@ class ReplayStore:
       self._db.execute('PRAGMA synchronous=NORMAL')
 
   def close(self) -> None:
+    try:
+      self._journal.write()
+    except (RunError, sqlite3.Error) as error:
+      logging.warning('%s; the journal lacks the changes since the last commit', error)
     with self._lock:
       self.reader.close()
       self._db.close()
@@ -174,6 +192,16 @@ class ReplayStore:
         (json.dumps(LIVE), partition),
       ).fetchall()
     return [entry_of(row) for row in rows]
+
+  def members(self, group_id: str) -> list[str]:
+    """Returns the uids of a group's samples that are not void, in the order in which they were
+    issued.
+    """
+    with self._lock:
+      rows = self._db.execute(
+        "SELECT uid FROM samples WHERE group_id = ? AND state != 'void' ORDER BY seq", (group_id,)
+      ).fetchall()
+    return [uid for (uid,) in rows]
 
   def candidates(self, step: int, *, oldest_version: int | None = None) -> list[Group]:
     """Returns the groups that `draw` can draw for the batch of this step, in the order in which
@@ -212,9 +240,9 @@ class ReplayStore:
         # The condition selects group ids that start with 'STAGE/', because '0' follows '/' in
         # ASCII.
         "ON group_id >= stage.value || '/' AND group_id < stage.value || '0' "
-        "WHERE partition = 'usual' AND state != 'void' AND (?2 IS NULL OR step < ?2) "
+        "WHERE partition = 'usual' AND state != 'void' AND (? IS NULL OR step < ?) "
         'GROUP BY task_id',
-        (json.dumps(list(stages)), before),
+        (json.dumps(list(stages)), before, before),
       ).fetchall()
     return dict(rows)
 
@@ -367,11 +395,13 @@ def open_store(
     db.execute('PRAGMA wal_autocheckpoint=8192')
     db.execute('PRAGMA cache_size=-16384')  # A negative value is a size in KiB.
     attempt = prepare(db, path, attempt, max_uses)
+    attach(db, directory)
     db.execute(f'PRAGMA synchronous={synchronous.upper()}')
   except sqlite3.DatabaseError as error:
     db.close()
     raise UserError(
-      f'replay store {path}: {error}; damaged, locked or not a store of this program'
+      f'replay store {path}: {error}; damaged, locked or not a store of this program; if it is '
+      'damaged, jaxrl buffer --rebuild rebuilds it from the journal'
     ) from error
   except UserError:
     db.close()

@@ -1,8 +1,11 @@
 """Crash recovery: restores the index as of the newest commit, and records which samples were lost.
 
-Invariant: after recovery, the index is as it was at the commit, with one exception: samples that
-had neither been accepted nor stored a span by then are `void`, with the reason `crash`. They keep
-the number of the attempt (start of the run) that issued them. Rows of `samples` are never deleted.
+Invariant: after recovery, the index is as it was at the commit, with two exceptions. Samples that
+were neither accepted nor had a stored span at the commit are `void`, with the reason `crash`. They
+keep the number of the attempt (start of the run) that issued them. Samples that began to wait for
+delayed rewards after the commit continue to wait if the weights of the commit or earlier ones
+generated them, because people may be judging them and new samples would be no better. Rows of
+`samples` are never deleted.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 import sqlite3
 
 from jaxrl_llm.replay.segments import SegmentReader, decode_row
-from jaxrl_llm.replay.tables import State, log
+from jaxrl_llm.replay.tables import AWAITED, State, log
 
 _UNDONE = {
   'transitions': "AND state NOT IN ('issued', 'void')",
@@ -22,8 +25,23 @@ _UNDONE = {
   'open_segment': '',
   'partials': '',
 }
-"""Tables from which rows with the commit's step or a later one are deleted. Each value is a further
-SQL condition on these rows.
+"""Tables from which rows with the commit's step or a later step are deleted. Each value is an
+additional SQL condition on these rows.
+"""
+
+_KEPT = f"""
+CREATE TEMP TABLE kept AS SELECT uid, attempt, t.seq, d.json FROM transitions t JOIN derived d
+USING (uid, attempt) WHERE t.state = 'awaiting' AND t.step >= :commit AND d.operator = '{AWAITED}'
+AND json_extract(d.json, '$.newest_version') <= :commit"""
+"""SQL statement that lists the samples that continue to wait for rewards after recovery."""
+_NOT_KEPT = {
+  'transitions': 'k.seq >= t.seq',
+  'scores': "t.scorer NOT IN (SELECT key FROM json_each(k.json, '$.scorers'))",
+  'derived': f"t.operator = '{AWAITED}'",
+  'open_segment': 'TRUE',
+}
+"""For each table t, SQL condition on the rows of samples in `kept` (k) that must not be deleted:
+the rows written before the sample began to wait.
 """
 
 _OF_SAMPLE = 'FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt'
@@ -40,12 +58,18 @@ after transitions were deleted.
 
 
 def undo(
-  db: sqlite3.Connection, reader: SegmentReader, *, commit_step: int, attempt: int
+  db: sqlite3.Connection,
+  reader: SegmentReader,
+  *,
+  commit_step: int,
+  attempt: int,
+  keep_waiting: bool,
 ) -> dict[str, int]:
   """Undoes the changes whose step is at least `commit_step`, inside the caller's transaction.
 
   Returns the number of rows deleted from each table, and the numbers of samples that were moved
-  back to the open segment (`restored`) and of samples that became void (`void`).
+  back to the open segment (`restored`), of samples that became void (`void`) and of samples that
+  continue to wait for rewards although they began after the commit (`kept`).
 
   Args:
     db: the index.
@@ -53,7 +77,9 @@ def undo(
     commit_step: step of the newest commit.
     attempt: number of this attempt (start of the run). The processes of earlier attempts have
       ended.
+    keep_waiting: whether samples that began to wait for rewards after the commit continue to wait.
   """
+  kept = _keep(db, commit_step, keep_waiting=keep_waiting)
   counts = {'restored': _unseal(db, reader, commit_step)}
   moved = db.execute(
     'SELECT DISTINCT uid, attempt FROM transitions INDEXED BY transitions_at WHERE step >= ? '
@@ -62,8 +88,21 @@ def undo(
   ).fetchall()
   for table, which in _UNDONE.items():
     counts[table] = db.execute(
-      f'DELETE FROM {table} WHERE step >= ? {which}', (commit_step,)
+      f'DELETE FROM {table} AS t WHERE step >= ? {which} AND NOT EXISTS (SELECT 1 FROM kept k '
+      f'WHERE k.uid = t.uid AND k.attempt = t.attempt AND {_NOT_KEPT[table]})'
+      if kept and table in _NOT_KEPT
+      else f'DELETE FROM {table} WHERE step >= ? {which}',
+      (commit_step,),
     ).rowcount
+  if kept:
+    for table in (*_NOT_KEPT, 'samples'):
+      db.execute(
+        f'UPDATE {table} SET step = ? WHERE step > ? AND (uid, attempt) IN (SELECT uid, attempt '
+        'FROM kept)',
+        (commit_step, commit_step),
+      )
+  counts['kept'] = kept
+  db.execute('DROP TABLE kept')
   db.executemany(_REPEAT, moved)
   # All samples without a result at the commit are now in state `issued`, whether they were issued
   # before or after the commit. The processes that worked on these samples have ended.
@@ -83,6 +122,17 @@ def undo(
   return counts
 
 
+def _keep(db: sqlite3.Connection, commit_step: int, *, keep_waiting: bool) -> int:
+  """Lists the samples that continue to wait for rewards in the table `kept`. Returns their
+  number.
+  """
+  db.execute(_KEPT, {'commit': commit_step})
+  if not keep_waiting:
+    db.execute('DELETE FROM kept')
+  (count,) = db.execute('SELECT count(*) FROM kept').fetchone()
+  return count
+
+
 def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
   """Undoes the sealing of segments since the commit. Samples that were accepted before the commit
   move back to the open segment, a table of the index. Returns their number.
@@ -92,7 +142,8 @@ def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> 
     'USING (name) '
     # CROSS JOIN fixes the order of the joins, which makes SQLite use the indexes.
     'CROSS JOIN transitions t ON t.uid = r.uid AND t.attempt = r.attempt '
-    "WHERE t.state = 'stored' AND t.step < :commit AND g.step >= :commit ORDER BY t.seq",
+    "WHERE t.state = 'stored' AND g.step >= :commit AND (t.step < :commit OR EXISTS (SELECT 1 FROM "
+    'kept k WHERE k.uid = r.uid AND k.attempt = r.attempt)) ORDER BY t.seq',
     {'commit': commit_step},
   ).fetchall()
   payloads = reader.read_bytes([(name, row) for name, row, *_ in rows])

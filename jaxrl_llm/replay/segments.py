@@ -24,13 +24,13 @@ from jaxrl_llm.core.records.sample import Sample, decode
 from jaxrl_llm.core.records.span import Span, decode_span
 
 SUFFIX = '.arrayrecord'
-RESTORE_INDEX = 'restore index.sqlite, or branch with --init_from'
+RESTORE_INDEX = 'rebuild the index (jaxrl buffer --rebuild), or branch with --init_from'
 """Remedy that error messages about damaged or missing spans give."""
 Ref = tuple[str, int]
-"""Location of a sealed sample: (file name in the segments directory, row)."""
+"""Location of a sealed sample: (file name in the segments directory, row number)."""
 
-# ArrayRecord compresses groups of rows and decodes a whole group to read one row, so groups have
-# one row.
+# ArrayRecord compresses rows in groups, and must decode a whole group to read one row. Each group
+# therefore has one row.
 _WRITER = 'group_size:1'
 _READER = 'readahead_buffer_size:0,max_parallelism:0'
 # Exceptions that ArrayRecordReader raises for a missing or damaged file.
@@ -80,8 +80,8 @@ def _verify(path: pathlib.Path, payloads: Sequence[bytes]) -> None:
 
 
 def is_whole(path: pathlib.Path, rows: int) -> bool:
-  """Whether a file is a segment with this number of rows. The content of the rows is not
-  checked.
+  """Returns whether a file is a complete segment with this number of rows. The content of the rows
+  is not checked.
   """
   try:
     reader = ArrayRecordReader(str(path), _READER)
@@ -136,7 +136,7 @@ class SegmentReader:
     except SegmentError as error:
       if len(refs) == 1:
         return [error]
-    # One unreadable row makes the whole read fail, so bisection finds the row.
+    # If any row is unreadable, the whole read fails, so bisection is used to find that row.
     half = len(refs) // 2
     return self.read_each(refs[:half]) + self.read_each(refs[half:])
 

@@ -13,9 +13,11 @@ from typing import Literal, NamedTuple
 
 from jaxrl_llm.core.errors import UserError
 
-SCHEMA = 4
-_BEFORE_PARTIALS = 3
-"""Number of the schema before this one, which lacks only the table `partials`."""
+SCHEMA = 5
+_BEFORE_PARTIALS, _BEFORE_AWAITING = 3, 4
+"""Numbers of two earlier schemas that this program can still open. The first lacks the table
+`partials`. The second has all tables, but no sample in the state `awaiting`.
+"""
 INDEX = 'index.sqlite'
 SEGMENTS = 'segments'
 QUARANTINE = 'quarantine'
@@ -32,6 +34,10 @@ class State(enum.StrEnum):
   """
   STORED = 'stored'
   """The sample was generated, and its content is stored durably."""
+  AWAITING = 'awaiting'
+  """The sample was generated and stored, and a delayed reward of its group has not arrived yet
+  (`replay.inbox`).
+  """
   ADMITTED = 'admitted'
   """The sample was scored and processed, and can be drawn for training."""
   TRAINED = 'trained'
@@ -50,20 +56,21 @@ def as_state(text: str) -> State:
   return State(text)
 
 
-LIVE = (State.ISSUED, State.PARTIAL, State.STORED, State.ADMITTED)
+LIVE = (State.ISSUED, State.PARTIAL, State.STORED, State.AWAITING, State.ADMITTED)
 UNFINISHED = (State.ISSUED, State.PARTIAL)
 BEFORE = {
   State.PARTIAL: UNFINISHED,
   State.STORED: UNFINISHED,
-  State.ADMITTED: (State.STORED,),
+  State.AWAITING: (State.STORED,),
+  State.ADMITTED: (State.STORED, State.AWAITING),
   State.TRAINED: (State.ADMITTED, State.TRAINED),
   State.DROPPED: LIVE,
   State.EXPIRED: LIVE,
   State.VOID: (State.ISSUED,),
 }
-"""For each state, the states from which a sample can enter it. From trained to trained, another
-batch trains on the sample (`max_uses` limits how often). From partial to partial, another span of
-the sample is stored.
+"""States from which a sample can enter each state. A sample enters `trained` from `trained` when
+another batch trains on it (at most `max_uses` times), and `partial` from `partial` when another
+span of it is stored.
 """
 
 Partition = Literal['usual', 'expert']
@@ -81,7 +88,7 @@ _EXPERT_BEFORE = {
 
 
 def may_become(partition: Partition, before: State, after: State) -> bool:
-  """Whether a sample of this partition may go from state `before` to `after`."""
+  """Returns whether a sample of this partition may change from state `before` to `after`."""
   return before in (BEFORE if partition == 'usual' else _EXPERT_BEFORE).get(after, ())
 
 
@@ -171,6 +178,10 @@ CREATE TABLE plans(step INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, json TEXT
 CREATE TABLE duplicates(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt INTEGER NOT NULL,
   uid TEXT NOT NULL, state TEXT NOT NULL);
 """
+AWAITED = 'awaited'
+"""Operator name of the rows in `derived` that contain the delayed rewards for which a sample waits,
+as `Awaited.to_json` returns them.
+"""
 _PARTIALS = """TABLE partials(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL,
   attempt INTEGER NOT NULL, uid TEXT NOT NULL, payload BLOB NOT NULL)"""
 """Spans of unfinished samples (`core.records.span`), in the order of their generation."""
@@ -257,7 +268,7 @@ def check_readable(db: sqlite3.Connection, path: pathlib.Path) -> None:
   schema = read_schema(db)
   if schema == _BEFORE_PARTIALS:
     db.execute(f'CREATE TEMP {_PARTIALS}')
-  elif schema != SCHEMA:
+  elif schema not in (_BEFORE_AWAITING, SCHEMA):
     raise UserError(
       f'replay store {path}: schema {schema}, this program reads {SCHEMA}; use the one that '
       'wrote it'
@@ -279,8 +290,9 @@ def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max
     db.executemany(
       'INSERT INTO meta VALUES (?,?)', [('schema', str(SCHEMA)), ('max_uses', str(max_uses))]
     )
-  if read_schema(db) == _BEFORE_PARTIALS:
-    add_partials(db)
+  if (schema := read_schema(db)) in (_BEFORE_PARTIALS, _BEFORE_AWAITING):
+    if schema == _BEFORE_PARTIALS:
+      add_partials(db)
     db.execute("UPDATE meta SET json = ? WHERE key = 'schema'", (str(SCHEMA),))
   for key, wanted in (('schema', SCHEMA), ('max_uses', max_uses)):
     (text,) = db.execute('SELECT json FROM meta WHERE key = ?', (key,)).fetchone()

@@ -16,8 +16,10 @@ from jaxrl_llm.core.records.span import Span, encode_span
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay import groups, segments
+from jaxrl_llm.replay.awaited import Awaited
 from jaxrl_llm.replay.connection import NAMED, Connection
 from jaxrl_llm.replay.tables import (
+  AWAITED,
   SEGMENTS,
   UNFINISHED,
   Issue,
@@ -59,8 +61,8 @@ class StepWriter:
       self._insert(rows, 'usual', State.ISSUED)
 
   def offer(self, tasks: Sequence[Task]) -> None:
-    """Lists tasks, with prompt, truth and media, in the taskset partition. A task that is already
-    listed stays as it is. Recovery after a crash does not remove tasks.
+    """Adds tasks with prompt, truth and media to the taskset partition. Tasks that are already
+    listed are not changed. Recovery after a crash does not remove tasks.
     """
 
     def content(task):
@@ -81,7 +83,7 @@ class StepWriter:
     """Records rows of static data that join a batch. They become issued and admitted at once. The
     store does not contain their bytes.
 
-    Static data may join several batches, so a row that is already recorded stays as it is.
+    Static data may join several batches, so a row that is already recorded is not changed.
     `max_uses` does not apply to these rows.
     """
     with self._connection.transaction():
@@ -102,7 +104,7 @@ class StepWriter:
       self._insert(new, 'expert', State.ADMITTED)
 
   def extend(self, spans: Mapping[str, Span]) -> None:
-    """Stores one more span (run of generated tokens) for each of these partial samples.
+    """Stores one more span (run of generated tokens) for each of several partial samples.
 
     Args:
       spans: new span of each sample, keyed by uid.
@@ -211,6 +213,16 @@ class StepWriter:
         ],
       )
 
+  def wait_for_rewards(self, texts: Mapping[str, str], awaited: Awaited) -> None:
+    """Records that stored samples, the members of one group, wait for delayed rewards.
+
+    Args:
+      texts: text of each sample as its judges see it, keyed by uid.
+    """
+    with self._connection.transaction():
+      self.derive([(uid, AWAITED, awaited.to_json(text)) for uid, text in texts.items()])
+      self._move([*texts], State.AWAITING, '')
+
   def admit(self, uids: Sequence[str]) -> None:
     with self._connection.transaction():
       self._move(uids, State.ADMITTED, '')
@@ -252,45 +264,68 @@ class StepWriter:
   def seal(self, uids: Sequence[str]) -> dict[str, segments.Ref]:
     """Seals samples that are admitted or trained: moves those in the open segment (a table of the
     index) to a new sealed segment file. Returns (file name, row) of all given samples, keyed by
-    uid.
+    uid. Other threads can change the store while the file is written.
     """
-    with self._connection.lock:
-      for entry in self._connection.entries(uids).values():
-        if entry.state not in (State.ADMITTED, State.TRAINED):
-          raise ValueError(
-            f'seal {entry.uid}: it is {entry.state}, only what was admitted can be sealed'
-          )
-        if entry.partition == 'expert':
-          raise ValueError(f'seal {entry.uid}: the bytes of expert rows are not in the store')
-      refs = self._connection.places(uids)
-      payloads = {
-        uid: row for uid, row in self._connection.open_rows(uids).items() if uid not in refs
-      }
-      new = [uid for uid in uids if uid not in refs]
-      if missing := [uid for uid in new if uid not in payloads]:
-        raise RunError(
-          f'seal {missing[0]}: its bytes are in no segment; run the audit on '
-          f'{self._connection.directory}'
-        )
-      if new:
+    with self._connection.sealing:
+      with self._connection.lock:
+        refs, payloads = self._to_seal(uids)
         (count,) = self._db.execute(
           'SELECT count(*) FROM segments WHERE step = ?', (self.step,)
         ).fetchone()
+      if payloads:
+        # The file is written without the store's lock, which the event loop takes to admit groups.
         name = f'{self.step:08d}-{self._attempt:03d}-{count:03d}{segments.SUFFIX}'
         segments.write_segment(
-          self._connection.directory / SEGMENTS, name, [payloads[uid][1] for uid in new]
+          self._connection.directory / SEGMENTS, name, [data for _, data in payloads.values()]
         )
-        with self._connection.transaction():
-          self._db.execute(
-            'INSERT INTO segments VALUES (?,?,?,?)', (name, self.step, self._attempt, len(new))
-          )
-          self._db.executemany(
-            'INSERT INTO segment_rows VALUES (?,?,?,?)',
-            [(name, row, uid, payloads[uid][0]) for row, uid in enumerate(new)],
-          )
-          self._db.execute(f'DELETE FROM open_segment WHERE uid IN ({NAMED})', (json.dumps(new),))
-        refs.update({uid: (name, row) for row, uid in enumerate(new)})
-      return {uid: refs[uid] for uid in uids}
+        self._record_segment(name, {uid: attempt for uid, (attempt, _) in payloads.items()})
+        refs |= {uid: (name, row) for row, uid in enumerate(payloads)}
+    return {uid: refs[uid] for uid in uids}
+
+  def _to_seal(
+    self, uids: Sequence[str]
+  ) -> tuple[dict[str, segments.Ref], dict[str, tuple[int, bytes]]]:
+    """Returns the locations of the samples that are already sealed, and (attempt, bytes) of the
+    others, both keyed by uid. Raises ValueError if a sample cannot be sealed.
+    """
+    self._check_sealable(uids)
+    refs, rows = self._connection.places(uids), self._connection.open_rows(uids)
+    new = [uid for uid in uids if uid not in refs]
+    if missing := [uid for uid in new if uid not in rows]:
+      raise RunError(
+        f'seal {missing[0]}: its bytes are in no segment; run the audit on '
+        f'{self._connection.directory}'
+      )
+    return refs, {uid: rows[uid] for uid in new}
+
+  def _check_sealable(self, uids: Sequence[str]) -> None:
+    for entry in self._connection.entries(uids).values():
+      if entry.state not in (State.ADMITTED, State.TRAINED):
+        raise ValueError(
+          f'seal {entry.uid}: it is {entry.state}, only what was admitted can be sealed'
+        )
+      if entry.partition == 'expert':
+        raise ValueError(f'seal {entry.uid}: the bytes of expert rows are not in the store')
+
+  def _record_segment(self, name: str, attempts: Mapping[str, int]) -> None:
+    """Records a new segment file in the index, and deletes its samples from the open segment.
+    Raises ValueError if a sample can no longer be sealed; recovery then sets the file aside.
+
+    Args:
+      attempts: attempt of each sample, keyed by uid in the order of the file's rows.
+    """
+    with self._connection.transaction():
+      self._check_sealable([*attempts])
+      self._db.execute(
+        'INSERT INTO segments VALUES (?,?,?,?)', (name, self.step, self._attempt, len(attempts))
+      )
+      self._db.executemany(
+        'INSERT INTO segment_rows VALUES (?,?,?,?)',
+        [(name, row, uid, attempt) for row, (uid, attempt) in enumerate(attempts.items())],
+      )
+      self._db.execute(
+        f'DELETE FROM open_segment WHERE uid IN ({NAMED})', (json.dumps([*attempts]),)
+      )
 
   def trained(self, uids: Sequence[str]) -> None:
     """Records that the batch of this step trained on these samples.
@@ -377,5 +412,5 @@ class StepWriter:
 
 
 def oldest_version(sample: Sample) -> int:
-  """Step of the oldest weights that generated any part of the sample."""
+  """Returns the step of the oldest weights that generated any part of the sample."""
   return min(segment.version.step for segment in sample.segments)

@@ -24,15 +24,15 @@ from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.types import Json
 
 ENVIRONMENT = 'environment'
-"""Name of the built-in scorer whose value is the reward that the environment of an episode gave
+"""Name of the built-in scorer that returns the reward of the episode's environment
 (`Attempt.environment`).
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-  """A scorer's result for one attempt. `value` is None if the attempt cannot be scored and the
-  completion is not to blame.
+  """A scorer's result for one attempt. `value` is None if the attempt cannot be scored through no
+  fault of the completion.
   """
 
   value: float | None
@@ -46,7 +46,9 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-  """A sample as a scorer sees it: its task, its completion and how the completion ended."""
+  """An attempt at a task as scorers receive it: the task, the completion and how the completion
+  ended.
+  """
 
   uid: str
   """Unique ID of the sample."""
@@ -57,12 +59,12 @@ class Attempt:
   response_len: int
   """Number of tokens that the policy generated."""
   transcript: tuple[Message, ...] = ()
-  """The whole conversation, from the task's prompt to the policy's last turn. Whatever the
-  policy read between its turns has the role 'tool', even if the chat template gave it another role.
-  Empty for scorers of whole groups.
+  """The whole conversation, from the task's prompt to the policy's last turn. Text between the
+  policy's turns has the role 'tool', even if the chat template gave it another role. Empty for
+  scorers of whole groups.
   """
   environment: Verdict | None = None
-  """Reward that the workflow's environment gave; None if it gave none."""
+  """Reward from the workflow's environment; None if there is none."""
 
 
 Scorer = Callable[[Attempt], Verdict]
@@ -99,7 +101,7 @@ class Discovers:
   """Selects the services in a run's registry that a scorer calls."""
 
   kind: str
-  """Kind of the services: a value of `core.net.registry.Kind`."""
+  """Kind of the services, one of the values of `core.net.registry.Kind`."""
   pattern: str
   """Pattern of the services' names, in the syntax of `fnmatch`."""
 
@@ -164,7 +166,7 @@ class PerGroup:
 
 @dataclasses.dataclass(frozen=True)
 class AwaitedGroup:
-  """A scorer of a whole group, like `PerGroup`, that waits for another process, like `Awaited`."""
+  """Scores a whole group, like `PerGroup`, and waits for another process, like `Awaited`."""
 
   open: Callable[
     [],
@@ -182,7 +184,21 @@ class AwaitedGroup:
   """Services in the run's registry that the scorer calls; see `Awaited.discovers`."""
 
 
-AnyScorer = Scorer | Awaited | PerGroup | AwaitedGroup
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delayed:
+  """A delayed scorer.
+
+  The run does not call it: its verdicts arrive from outside while the sample waits in the store.
+  For the fields, see `scorers.delayed.DelayedOptions`.
+  """
+
+  max_age_versions: int
+  max_age_hours: float
+  max_groups: int
+  verdicts: int
+
+
+AnyScorer = Scorer | Awaited | PerGroup | AwaitedGroup | Delayed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,10 +241,10 @@ class ScorerConfig:
 
 
 MAX_REWARD = 1e6
-"""Maximum magnitude of a reward that comes from another process or from an environment."""
+"""Maximum magnitude of a reward from another process or from an environment."""
 MAX_PARTS, MAX_PART_NAME, MAX_EVIDENCE = 256, 1024, 1 << 16
-"""Limits of a reward that an environment gives: maximum number of its parts, maximum number of
-characters of a part's name, and maximum number of characters of its evidence as JSON.
+"""Limits on an environment's reward: maximum number of parts, maximum length of a part's name, and
+maximum length of the evidence as JSON, both in characters.
 """
 _MAX_WEIGHT = 1e6
 """Maximum magnitude of a weight. It keeps weighted sums of scores, and the squares of such sums,
@@ -244,12 +260,12 @@ class RewardsConfig:
   workers: int = 1
   """Number of worker processes."""
   correct_by: str | None = None
-  """Name of the scorer that decides correctness: a value of at least 1, including the values of
-  turns, counts as correct. If None, the first scorer that applies to the task decides.
+  """Name of the scorer that decides correctness. An answer is correct if its value, with the values
+  of its turns added, is at least 1. If None, the first scorer that applies to the task decides.
   """
   memory_limit_mib: int = 4096
-  """Address-space limit of a worker in MiB, in case a completion makes a scorer allocate memory
-  without end. 0 means no limit.
+  """Address-space limit of a worker in MiB. It protects against completions that make a scorer
+  allocate memory without bound. 0 means no limit.
   """
   environment: tuple[str, ...] = ()
   """Environment variables that workers inherit although their names suggest secrets, for example
@@ -287,13 +303,29 @@ class RewardsConfig:
         f'rewards.memory_limit_mib is {self.memory_limit_mib}, wanted 0 (no limit) or more'
       )
 
+  def weighted(self, weights: Mapping[str, float] | None) -> RewardsConfig:
+    """Returns the configuration reduced to the scorers in `weights`, with these weights.
+
+    If `correct_by` names another scorer, the first scorer that applies to a task decides
+    correctness. If `weights` is None, the configuration is returned unchanged.
+    """
+    if weights is None:
+      return self
+    return dataclasses.replace(
+      self,
+      scorers=tuple(
+        dataclasses.replace(s, weight=weights[s.name]) for s in self.scorers if s.name in weights
+      ),
+      correct_by=self.correct_by if self.correct_by in weights else None,
+    )
+
 
 def in_force(
   configs: Sequence[ScorerConfig], domain: str, taskset: str
 ) -> tuple[ScorerConfig, ...]:
   """Returns the scorers that apply to tasks of `domain` in `taskset`.
 
-  Raises UserError if there are none, because nothing is learned from a task without a reward.
+  Raises UserError if there are none, because a task without a reward teaches the policy nothing.
   """
 
   def applies(config):
@@ -310,8 +342,8 @@ def in_force(
 
 
 def drops_group(scores: Iterable[Score], config: RewardsConfig) -> bool:
-  """Whether a group with these scores is dropped, because a scorer with `on_failure='drop_group'`
-  failed on one of its attempts.
+  """Returns whether a group with these scores is dropped, because a scorer with
+  `on_failure='drop_group'` failed on one of its attempts.
   """
   strict = {c.name for c in config.scorers if c.on_failure == 'drop_group'}
   return any(s.scorer in strict and s.status != Status.OK and s.value is None for s in scores)
@@ -380,8 +412,8 @@ def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
 
 
 def _factor(config: ScorerConfig, whole: float) -> float:
-  """Returns the factor by which a score of worth `whole` multiplies the sum of the scores whose
-  scorers have `combine='sum'`. The factor of these scores themselves is 1.
+  """Returns the factor by which a score multiplies the reward. `whole` is the score's value plus
+  the values of its turns. Scores with `combine='sum'` have the factor 1.
   """
   if config.combine == 'product':
     return config.weight * whole
@@ -395,8 +427,8 @@ def read_options(kind: type[OptionsT], options: Mapping[str, Any], scorer: str) 
   """Parses a scorer's options into the dataclass `kind`. Raises UserError for an unknown name or a
   value of the wrong type.
   """
-  # `from_json` expects JSON values, so tuples become lists. Options from a saved configuration are
-  # lists already.
+  # `from_json` expects JSON values, so tuples become lists. Options of a saved configuration are
+  # already lists.
   plain = {
     name: list(value) if isinstance(value, tuple) else value for name, value in options.items()
   }

@@ -59,8 +59,8 @@ def _is_suspicious(event: str, args: tuple[Any, ...]) -> bool:
 
 
 def _exposes_processes(path: Any) -> bool:
-  """Whether opening a path may expose the environment or memory of a process, or give access to a
-  file that exposes them.
+  """Returns whether opening a path may expose the environment or memory of a process, or give
+  access to a file that exposes them.
   """
   if isinstance(path, int):
     return False

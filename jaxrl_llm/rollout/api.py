@@ -9,7 +9,8 @@ remote servers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Iterable
+import itertools
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -29,8 +30,8 @@ CUT = 'load'
 segment.
 """
 BUDGET = 'budget'
-"""Value of `Segment.finish` when a partial rollout has used up its token budget. The completion
-continues in the next segment, which belongs to a later batch.
+"""Value of `Segment.finish` when a partial rollout has used up its token budget. A later batch
+continues the completion in its next segment.
 """
 
 
@@ -73,8 +74,8 @@ class Sampling:
 
   @property
   def filtered(self) -> bool:
-    """Whether top-k or top-p restricts the tokens that can be sampled. The value is False for
-    greedy sampling, whose choice the filters cannot change.
+    """Whether top-k or top-p excludes any tokens. False for greedy sampling, because the filters
+    always keep the most probable token.
     """
     return self.temperature > 0 and (self.top_p < 1 or self.top_k != -1)
 
@@ -84,7 +85,9 @@ class Request:
   """Request to sample one or several completions of a prompt."""
 
   uid: str
-  """Identifier in messages and logs. It does not affect the random numbers."""
+  """Identifier in messages and logs: the id of the group, or of a turn of an episode,
+  `<group>/<sample index>/turn <number>`. It does not affect the random numbers.
+  """
   prompt: tuple[int, ...]
   max_tokens: int
   """Maximum length of each completion."""
@@ -96,15 +99,23 @@ class Request:
   samples: int = 1
   """Number of completions to sample. It does not affect the content of each completion."""
   first: int = 0
-  """Index of the request's first completion. Further completions have the following indices."""
+  """Sample index of the request's first completion. The other completions take the indices that
+  follow.
+  """
   begun: int = 0
   """Number of tokens at the end of `prompt` that earlier requests sampled for the same completions.
-  This request continues the completions and returns only the new tokens.
+  This request continues those completions and returns only the new tokens.
   """
   key: tuple[int, ...]
   """Random key of the request, as uint32 words. The random numbers that sample a token depend on
   this key, the engine's seed, the sample index and the token position.
   """
+
+  @property
+  def group(self) -> str:
+    """Id of the group that the request belongs to."""
+    parts = self.uid.rsplit('/', 2)
+    return parts[0] if len(parts) == 3 and parts[2].startswith('turn ') else self.uid
 
   def __post_init__(self):
     if not self.prompt:
@@ -123,9 +134,9 @@ class Request:
       raise ValueError(f'request {self.uid}: key {self.key} is not made of uint32 words')
 
   def repetition_end(self, tokens: Int32[np.ndarray, 'time'], *, start: int = 0) -> int | None:
-    """Returns the number of this request's tokens after which repetition ends a completion, or None
-    if it goes on. Tokens that earlier requests sampled for the completion are examined too, but not
-    counted.
+    """Returns the number of tokens of this request after which repetition ends a completion, or
+    None if the completion continues. Tokens from earlier requests for the same completion are
+    searched for repetition but not counted.
 
     Args:
       tokens: the tokens that this request has sampled for the completion so far.
@@ -134,7 +145,8 @@ class Request:
     detection = self.sampling.repetition_detection
     if detection is None:
       return None
-    # Engines ask this after every few tokens, so its cost must not grow with the completion.
+    # Engines call this method every few tokens, so its cost must not grow with the length of the
+    # completion.
     earlier = max(0, min(self.begun, detection.reach - start))
     if earlier:
       tokens = np.r_[np.array(self.prompt[-earlier:], np.int32), tokens]
@@ -151,7 +163,7 @@ class Completion:
   included.
   """
   logprobs: Float32[np.ndarray, 'time']
-  """Logprob of each token under the distribution it was drawn from (see `Sampling`)."""
+  """Logprob of each token under the distribution it was sampled from (see `Sampling`)."""
   finish: Finish
   segments: tuple[Segment, ...]
   """Consecutive ranges of tokens, each sampled under one version. Together they cover all
@@ -187,12 +199,13 @@ class Weights:
 
   version: Version
   leaves: Iterable[tuple[str, np.ndarray]]
-  """(name in the parameter tree, array) pairs, sorted by name. Each array is valid only until the
-  next pair is requested.
+  """(name in the parameter tree, array) pairs. Layers may be stacked or separate. A large array may
+  be split into several consecutive pairs along its first axis (see `joined`). The arrays are valid
+  until `Engine.load` returns.
   """
   probe: Probe | None = None
-  """Probe to check an engine whose arithmetic differs from the trainer's. If None, the engine's
-  logprobs are not checked.
+  """Probe for an engine whose arithmetic differs from the trainer's. If None, the engine's logprobs
+  are not checked.
   """
 
   @classmethod
@@ -204,9 +217,16 @@ class Weights:
     )
 
 
+def joined(leaves: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields a stream's (name, array) pairs after joining the parts of each array."""
+  for name, parts in itertools.groupby(leaves, key=lambda leaf: leaf[0]):
+    arrays = [array for _, array in parts]
+    yield name, arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
 @runtime_checkable
 class Generator(Protocol):
-  """Anything that generates completions."""
+  """Anything that generates completions, such as an engine."""
 
   def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
     """Yields (sample index, completion) as each completion finishes. Closing the iterator early
@@ -259,4 +279,38 @@ class Engine(Generator, Protocol):
 
   async def close(self) -> None:
     """Shuts down the engine. Calls in flight raise an exception."""
+    ...
+
+
+@runtime_checkable
+class Releasable(Engine, Protocol):
+  """Engine that can free its device memory while it generates nothing. Memory phases use this."""
+
+  @property
+  def is_released(self) -> bool: ...
+
+  @property
+  def device_bytes(self) -> int:
+    """Bytes of device memory that the engine uses on each device; 0 while it is released."""
+    ...
+
+  @property
+  def is_outside(self) -> bool:
+    """Whether the memory belongs to other processes. `device_bytes` is then an estimate."""
+    ...
+
+  async def release(self, how: str) -> None:
+    """Frees the engine's device memory. No completion may be in progress. Until `restore` is
+    called, new requests wait, and `load` only remembers the weights. If `release` is called before
+    `start`, the engine starts in the released state.
+
+    Args:
+      how: 'sleep' or 'destroy', see `PhasesConfig.engine`.
+    """
+    ...
+
+  async def restore(self) -> None:
+    """Resumes service with the most recently loaded weights, and returns once the engine serves
+    them.
+    """
     ...

@@ -24,7 +24,7 @@ process and returns the result.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSetting:
-  """Settings of the run that an engine receives in addition to its own options."""
+  """Settings of the run that an engine receives together with its own options."""
 
   spec: ModelSpec
   """Architecture of the policy."""
@@ -41,8 +41,8 @@ class EngineSetting:
   tokenizer: Tokenizer
   """Tokenizer of the policy."""
   text: str
-  """Text of one of the run's prompts; empty if the run has no tasks. Servers must tokenize it as
-  the policy's tokenizer does.
+  """One of the run's prompts as text, or an empty string if the run has no tasks. It is used to
+  check that servers tokenize as the policy's tokenizer does.
   """
   workdir: pathlib.Path
   """Run directory. Logs and other files of servers are written there."""
@@ -73,6 +73,11 @@ class EngineSpec:
   then only the adapters of each version. If False, each version is published with its adapters
   merged into the base weights.
   """
+  dtype: str | None = None
+  """Data type to which the trainer's devices convert the weights for publication: a Hugging Face
+  name, or 'policy' for the data type of the policy's computation. None keeps the data type of the
+  parameters. Adapters are never converted.
+  """
   addresses: tuple[str, ...] = ()
   """Addresses of running servers to which the engine attaches, or a description if the servers are
   found in a registry. The tuple is empty if the engine starts its own servers or needs none.
@@ -92,6 +97,10 @@ class EngineSpec:
   )
   """Returns (name, lowered program) pairs for one device. `--dry_run` lists the memory of these
   programs.
+  """
+  device_bytes: Callable[[EngineSetting, jax.Device], int] = lambda setting, device: 0
+  """Returns the number of bytes that the engine keeps on each of the trainer's devices; 0 if it
+  keeps nothing there.
   """
   commands: Callable[[EngineSetting], Mapping[str, str]] = lambda setting: {}
   """Returns the shell command of each server that the engine starts, keyed by server name.

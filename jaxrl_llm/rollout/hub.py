@@ -1,8 +1,8 @@
-"""The hub: services that a workflow can call while it runs, in the master process or in an explorer
-process.
+"""The hub: the services that a workflow can call while it runs, in the master process or in an
+explorer process.
 
-Invariant: a workflow reaches models and scorers only through its hub, so every such request passes
-through the master process.
+Invariant: a workflow reaches models and scorers only through its hub, so the master process sees
+every such request.
 """
 
 from __future__ import annotations

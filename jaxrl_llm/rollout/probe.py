@@ -1,5 +1,5 @@
-"""The trainer's part of the probe: the trainer computes logprobs of fixed token sequences, and
-after each publication the engine's logprobs of these sequences are compared with them.
+"""The trainer's half of the probe. The trainer computes logprobs of fixed token sequences. After
+each publication, they are compared with the engine's logprobs of the same sequences.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.api import Probe
 
 SEQUENCES, LENGTH = 2, 160
-"""Number of the probe's sequences, and their length in tokens. The length exceeds the 128 tokens of
-vLLM's cache blocks on CPUs. If the run's sequences are shorter, so is the probe.
+"""Number of probe sequences, and their length in tokens. The length exceeds 128 tokens, the size of
+vLLM's cache blocks on CPUs. The sequences are shorter if the run's sequence limit requires it.
 """
 
 

@@ -1,19 +1,24 @@
-"""Weight publishing: gathers sharded parameters on the host of process 0, one array at a time, and
-loads them into the engine.
+"""Weight publishing: copies sharded parameters to the host of process 0, one layer of an array at a
+time, and loads them into the engine.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int, Shaped
 
-from jaxrl_llm.core.trees import unflatten
+from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params, Version
-from jaxrl_llm.models.lora import merged
+from jaxrl_llm.models.lora import adapter_of, is_adapter, merge_kernel
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.rules import replicated
@@ -21,48 +26,322 @@ from jaxrl_llm.rollout.api import Engine, Weights
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
+PART_BYTES = 16 << 20
+"""Size in bytes up to which an array, or one layer of it, is never cut."""
+_OF_LARGEST = 4
+"""Divisor of the size of a layer's largest matrix. An array larger than the result is cut into
+parts of at most that size, so that a part, its shards and the buffers of a collective operation
+together need no more memory than that matrix.
+"""
+_AHEAD = 2
+"""Number of parts that the devices compute and copy ahead of the part in use."""
+
+
+_Leaf = Shaped[jax.Array, '...'] | jax.ShapeDtypeStruct
+"""An array, or its shape and sharding if the programs are only compiled (`Gatherer.programs`)."""
+
+
+class _Part(NamedTuple):
+  """A part of an array (one layer, or some of its rows) as a device program cuts it out."""
+
+  name: str
+  """Name in the unrolled tree."""
+  inputs: tuple[_Leaf, ...]
+  """The array and, if it is a kernel with an adapter, the adapter's matrices A and B."""
+  layer: int | None
+  """Index of the layer if the array is a stack of all layers."""
+  group: int = 0
+  """Index of the part's group of rows; see `_Cut.groups`."""
+  start: int = 0
+  """First row within the group."""
+  skipped: int = 0
+  """Number of rows at the beginning of the part that the previous part also contains."""
+
+
+class _Cut(NamedTuple):
+  """How arrays of one shape and sharding are cut into parts. Serves as the key of the compiled
+  program.
+  """
+
+  shape: tuple[int, ...]
+  """Shape of one layer of the array."""
+  dtype: np.dtype
+  """Data type to which the parts are converted."""
+  stacked: bool
+  spec: PartitionSpec | None
+  """Sharding of one layer of the array over the mesh; None if it is on one device."""
+  adapted: bool
+  groups: int
+  """Number of groups of consecutive rows; the groups lie on different devices."""
+  rows: int
+  """Number of rows that a part takes from each group. If the array is not cut, this is the number
+  of all rows.
+  """
+  staged: bool
+  """Whether each part contains rows of every group. The host must then assemble the array."""
+
+  @property
+  def length(self) -> int:
+    """Number of rows in a group."""
+    return (self.shape[0] if self.shape else 1) // self.groups
+
+  @property
+  def whole(self) -> bool:
+    return not self.shape or self.rows == self.shape[0]
+
 
 class Gatherer:
-  """Gathers sharded parameters into full host arrays in process 0. All processes must take part."""
+  """Copies sharded parameters to the host, part by part. All processes must take part.
 
-  def __init__(self, mesh: Mesh, lora: LoraConfig | None = None):
+  A part is one layer of an array or, if the array is large, a range of its rows. The devices cut
+  and convert each part before any data is transferred. If the job has several processes, every
+  device then gathers the part as integers with the same bits, because a compiler might convert
+  floats to a wider type for the transfer. Neither a device nor the host therefore ever holds a
+  whole stack of layers.
+  """
+
+  def __init__(
+    self,
+    mesh: Mesh,
+    lora: LoraConfig | None = None,
+    *,
+    dtype: str | None = None,
+    part_bytes: int = PART_BYTES,
+    several: bool | None = None,
+  ):
     """
     Args:
       lora: configuration of the LoRA adapters, which are merged into the base weights. If None,
         nothing is merged.
+      dtype: data type of the yielded arrays, except for adapters. If None, arrays keep their data
+        type.
+      part_bytes: size in bytes above which arrays are cut, unless a quarter of a layer's largest
+        matrix is larger.
+      several: whether the mesh spans several processes. If None, this is read from the current job.
     """
-    self._lora, whole = lora, replicated(mesh)
-    self._replicate = jax.jit(lambda x: x, out_shardings=whole)
-    self._several = jax.process_count() > 1
+    self._mesh, self._lora, self._part_bytes = mesh, lora, part_bytes
+    self._dtype = None if dtype is None else np.dtype(jnp.dtype(dtype))
+    self._several = jax.process_count() > 1 if several is None else several
     self._leads = jax.process_index() == 0
+    self._on_host = mesh.devices.flat[0].platform == 'cpu'
+    self._program = functools.cache(self._build)
 
   def leaves(self, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, array) for each parameter. The order is the same in all processes, and every
-    process must iterate.
+    """Yields (name in the unrolled tree, array) for each parameter and layer, sorted by name and
+    then by layer. The order is the same in all processes, and every process must iterate.
 
-    Only one array at a time is replicated on the devices, so the model may be larger than the
-    memory of one device. An array may be a view of a device buffer that the next update donates, so
-    a caller that keeps the array must copy it.
+    An array larger than a part comes in several consecutive parts along its first axis. An array
+    may be a view of a device buffer that the next update donates, so a caller that keeps the array
+    must copy it.
     """
-    for name, array in merged(params, self._lora):
-      if self._several:
-        array = self._replicate(array).addressable_data(0)
-      yield name, np.asarray(array)
+    whole = np.empty(0)
+    for part, cut, array in self._computed(params, fetch=True):
+      host = _host(array)
+      if host.dtype != cut.dtype:
+        host = host.view(cut.dtype)
+      if not cut.staged:
+        yield part.name, host[part.skipped :]
+        continue
+      if part.start == 0:
+        whole = np.empty((cut.groups, cut.length, *cut.shape[1:]), cut.dtype)
+      whole[:, part.start : part.start + cut.rows] = host
+      if part.start + cut.rows == cut.length:
+        yield part.name, whole.reshape(cut.shape)
 
   def gather(self, params: Params) -> Any:
-    """Returns the parameter tree as NumPy copies in process 0, and None in the other processes."""
-    host = {}
-    for name, array in self.leaves(params):
+    """Returns the parameter tree as NumPy copies in process 0, and None in the other processes.
+    Stacked layers stay stacked.
+    """
+    shapes = {name: leaf.shape for name, leaf in flatten(params).items()}
+    host: dict[str, np.ndarray] = {}
+    filled: collections.Counter[str] = collections.Counter()
+    for unrolled, array in self.leaves(params):
       if self._leads:
-        host[name] = np.array(array)
+        name = unrolled if unrolled in shapes else stacked_name(unrolled)
+        target = host.setdefault(name, np.empty(shapes[name], array.dtype)).reshape(-1)
+        target[filled[name] : filled[name] + array.size] = array.reshape(-1)
+        filled[name] += array.size
     return unflatten(host) if self._leads else None
 
   def take_part(self, params: Params) -> None:
     """Takes part in the collective operations of `leaves`. All processes but process 0 call this
     while process 0 iterates `leaves`.
     """
-    for _ in self.leaves(params):
+    for _ in self._computed(params, fetch=False):
       pass
+
+  def programs(self, params: Params) -> dict[str, jax.stages.Lowered]:
+    """Returns the device programs that cut, convert and gather the parameters. Each is keyed by the
+    name of one of its parameters. `params` may consist of shapes with shardings.
+    """
+    lowered: dict[_Cut, tuple[str, jax.stages.Lowered]] = {}
+    for part, cut in self._parts(params):
+      if cut not in lowered:
+        numbers = [jax.ShapeDtypeStruct((), np.int32)] * 3
+        lowered[cut] = part.name, self._program(cut).lower(part.inputs, *numbers)
+    return dict(lowered.values())
+
+  def _computed(self, params: Params, *, fetch: bool) -> Iterator[tuple[_Part, _Cut, jax.Array]]:
+    """Yields each part with its device array, which may represent the bits as integers. Meanwhile
+    the devices compute the next parts and, if `fetch`, copy them to the host.
+    """
+    ahead: collections.deque[tuple[_Part, _Cut, jax.Array]] = collections.deque()
+    for part, cut in self._parts(params):
+      array = self._compute(part, cut)
+      if fetch and array is not part.inputs[0]:
+        array.copy_to_host_async()
+      ahead.append((part, cut, array))
+      if len(ahead) > _AHEAD:
+        # The devices must not run further ahead, because each part in flight needs memory.
+        jax.block_until_ready(ahead[0][-1])
+        yield ahead.popleft()
+    yield from ahead
+
+  def _compute(self, part: _Part, cut: _Cut) -> jax.Array:
+    (array, *more) = part.inputs
+    untouched = cut.whole and not cut.stacked and not more and array.dtype == cut.dtype
+    if untouched and not self._several and self._on_host:
+      return array
+    numbers = (np.int32(part.layer or 0), np.int32(part.group), np.int32(part.start))
+    computed = self._program(cut)(part.inputs, *numbers)
+    return computed.addressable_data(0) if self._several else computed
+
+  def _parts(self, params: Params) -> Iterator[tuple[_Part, _Cut]]:
+    flat = flatten(params)
+    largest = max([0, *(self._layer_bytes(name, leaf) for name, leaf in flat.items())])
+    limit = max(self._part_bytes, largest // _OF_LARGEST)
+    for name in sorted(flat):
+      if self._lora is not None and is_adapter(name):
+        continue
+      inputs = (flat[name],)
+      if self._lora is not None and (matrices := adapter_of(name, flat)) is not None:
+        inputs += matrices
+      cut = self._cut(name, inputs, limit)
+      layers = range(flat[name].shape[0]) if cut.stacked else [None]
+      for layer in layers:
+        unrolled = name if layer is None else name.replace('layers/', f'layers/{layer}/', 1)
+        for group, start, skipped in _starts(cut):
+          yield _Part(unrolled, inputs, layer, group, start, skipped), cut
+
+  def _layer_bytes(self, name: str, leaf: _Leaf) -> int:
+    """Returns the size in bytes of one layer of this array as a part, or 0 if the array belongs to
+    no layer.
+    """
+    shape = leaf.shape[1:] if _is_stacked(name) else leaf.shape
+    return math.prod(shape) * self._part_dtype(name, leaf).itemsize if _in_layer(name) else 0
+
+  def _part_dtype(self, name: str, leaf: _Leaf, *, adapted: bool = False) -> np.dtype:
+    if self._dtype is not None and not is_adapter(name):
+      return self._dtype
+    return np.dtype(jnp.promote_types(leaf.dtype, jnp.float32) if adapted else leaf.dtype)
+
+  def _cut(self, name: str, inputs: tuple[_Leaf, ...], limit: int) -> _Cut:
+    leaf, stacked, adapted = inputs[0], _is_stacked(name), len(inputs) > 1
+    dtype = self._part_dtype(name, leaf, adapted=adapted)
+    shape, spec = tuple(leaf.shape), None
+    if isinstance(leaf.sharding, NamedSharding):
+      spec = PartitionSpec(*(*leaf.sharding.spec, *[None] * len(shape))[: len(shape)])
+    if stacked:
+      shape, spec = shape[1:], None if spec is None else PartitionSpec(*spec[1:])
+    nbytes = math.prod(shape) * dtype.itemsize
+    groups, rows = 1, shape[0] if shape else 1
+    if nbytes > limit:
+      over = () if spec is None or spec[0] is None else spec[0]
+      axes = [over] if isinstance(over, str) else over
+      groups = math.prod(self._mesh.shape[axis] for axis in axes)
+      # The devices gather the same range of rows from all groups at once.
+      row_bytes = nbytes // shape[0]
+      rows = max(1, min(shape[0] // groups, limit // (row_bytes * groups)))
+    staged = groups > 1 and _in_layer(name)
+    return _Cut(shape, dtype, stacked, spec, adapted, groups, rows, staged)
+
+  def _build(self, cut: _Cut) -> Callable[..., jax.Array]:
+    """Returns the program for arrays like `cut`: (inputs, layer, group, first row) -> part."""
+
+    def constrain(x: Shaped[jax.Array, '...'], *spec: Any) -> Shaped[jax.Array, '...']:
+      if cut.spec is None:
+        return x
+      sharding = NamedSharding(self._mesh, PartitionSpec(*spec))
+      return jax.lax.with_sharding_constraint(x, sharding)
+
+    def rows_of(
+      x: Shaped[jax.Array, 'all_rows *rest'], start: Int[jax.Array, ''], *spec: Any
+    ) -> Shaped[jax.Array, 'groups rows *rest']:
+      """Returns the part's rows from every group."""
+      x = constrain(x.reshape(cut.groups, -1, *x.shape[1:]), spec[0], None, *spec[1:])
+      return jax.lax.dynamic_slice_in_dim(x, start, cut.rows, axis=1)
+
+    def compute(inputs, layer, group, start):
+      if cut.stacked:
+        inputs = [jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in inputs]
+      array, *adapter = inputs
+      spec = cut.spec if cut.spec is not None else [None] * len(cut.shape)
+      if not cut.whole:
+        array = rows_of(array, start, *spec)
+        if adapter:
+          adapter[1] = rows_of(adapter[1], start, spec[0], None)
+      if adapter:
+        array = merge_kernel(array, *adapter, self._lora.scale)
+      array = array.astype(cut.dtype)
+      if self._several:
+        bits = jnp.dtype(f'uint{8 * cut.dtype.itemsize}')
+        array = jax.lax.bitcast_convert_type(array, bits)
+      if cut.whole:
+        return constrain(array, *spec)
+      array = constrain(array, spec[0], None, *spec[1:])
+      if cut.staged:
+        return array
+      # The groups are gathered after the conversion, and one of them is selected only then.
+      array = constrain(array, None, None, *spec[1:])
+      return jax.lax.dynamic_index_in_dim(array, group, keepdims=False)
+
+    out = None
+    if self._several:
+      out = replicated(self._mesh)
+    elif cut.spec is not None:
+      spec = cut.spec if cut.whole else (None, *cut.spec[1:])
+      spec = (cut.spec[0], *spec) if cut.staged else spec
+      out = NamedSharding(self._mesh, PartitionSpec(*spec))
+    return jax.jit(compute, out_shardings=out)
+
+
+def stacked_name(name: str) -> str:
+  """Returns the parameter's name in the scanned tree, given its name in the unrolled tree."""
+  first, *rest = name.split('/')
+  return '/'.join([first, *rest[1:]]) if first == 'layers' else name
+
+
+def _in_layer(name: str) -> bool:
+  return name.startswith('layers/')
+
+
+def _is_stacked(name: str) -> bool:
+  return _in_layer(name) and not name.split('/')[1].isdigit()
+
+
+def _starts(cut: _Cut) -> Iterator[tuple[int, int, int]]:
+  """Yields (group, first row within the group, number of rows already in the previous part) for
+  each part. All parts have the same number of rows, so the last part of a group may overlap the one
+  before it.
+  """
+  for group in range(1 if cut.staged else cut.groups):
+    for start in range(0, cut.length, cut.rows):
+      first = max(0, min(start, cut.length - cut.rows))
+      yield group, first, start - first
+
+
+def _host(array: Shaped[jax.Array, '*shape']) -> Shaped[np.ndarray, '*shape']:
+  """Returns the array on the host. The result is a view of a device buffer if one device has the
+  whole array.
+  """
+  if array.is_fully_replicated:
+    return np.asarray(array.addressable_data(0))
+  # `np.asarray` would keep the result in memory for as long as the array exists.
+  whole = np.empty(array.shape, array.dtype)
+  for shard in array.addressable_shards:
+    if shard.replica_id == 0:
+      whole[shard.index] = shard.data
+  return whole
 
 
 class Publisher:
@@ -92,7 +371,7 @@ class Publisher:
     self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
     self._changing, self._events = changing, events
     self._served: Version | None = None
-    self._moved: int | None = None
+    self._moved: Version | None = None
 
   @property
   def served(self) -> Version | None:
@@ -101,18 +380,24 @@ class Publisher:
     """
     return self._served
 
-  async def publish(self, params: Params, version: Version, *, moved: int) -> None:
+  def sends(self, version: Version, *, moved: Version) -> bool:
+    """Returns whether `publish` with these arguments would send weights, which requires reading the
+    parameters.
+    """
+    return version != self._served and (self._served is None or moved != self._moved)
+
+  async def publish(self, params: Params, version: Version, *, moved: Version) -> None:
     """Publishes `version` and returns once the engine has acknowledged it. Every process must call
     this.
 
     Args:
-      moved: number of the last step that changed the weights. If it is the same as in the previous
-        call, the engine keeps its weights and only gives them the new version.
+      moved: version with which the weights last changed. If it is the same as in the previous call,
+        the engine keeps its weights and only labels them with the new version.
     """
     if version == self._served:
       return
     asked = self._events.request(Edge.WEIGHTS, version=str(version))
-    if self._served is not None and moved == self._moved:
+    if not self.sends(version, moved=moved):
       if self._engine is not None:
         await self._engine.relabel(version)
       self._events.reply(asked, how='relabelled')

@@ -1,4 +1,5 @@
-"""Recording: the tokens of a sample while it is generated, and the role that produced each token.
+"""Recording of a sample during generation: its tokens, and who produced each of them. A trajectory
+of several steps has one recording per step.
 
 Invariant: tokens are only appended, so the policy's completions stay as the engine returned them.
 """
@@ -11,14 +12,22 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jaxrl_llm.core.records.sample import Finish, Role, Sample, Segment, Source, media_of
+from jaxrl_llm.core.records.sample import (
+  Finish,
+  Role,
+  Sample,
+  Segment,
+  Source,
+  media_of,
+  step_uid,
+)
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.rollout.api import Completion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-  """Identity of a sample in a run: its task, group and index within the group."""
+  """Identity of a trajectory in a run: its task, group and index within the group."""
 
   task: Task
   visit: int
@@ -54,7 +63,7 @@ class Recording:
     return tuple(np.concatenate(self._tokens).tolist())
 
   def observe(self, tokens: Sequence[int]) -> None:
-    """Appends tokens that the policy did not sample, such as the answer of a tool."""
+    """Appends tokens that the policy did not sample, such as the result of a tool call."""
     self._append(np.asarray(tokens, np.int32), np.zeros(len(tokens), np.float32), Role.TOOL)
 
   def act(self, completion: Completion) -> None:
@@ -68,14 +77,12 @@ class Recording:
     self.turns, self.finish = self.turns + 1, completion.finish
 
   def sample(self, place: Place, *, temperature: float, step: int = 0) -> Sample:
-    """Returns the finished sample. The uid of a trajectory's first step is the trajectory's id. The
-    uid of a later step is this id, followed by the step's index.
-    """
+    """Returns the finished sample. Its position among the steps of the trajectory is `step`."""
     trajectory = f'{place.group}/{place.index}'
     role = np.repeat(np.array(self._roles, np.uint8), [len(part) for part in self._tokens])
     sampled = role == Role.POLICY
     return Sample(
-      uid=f'{trajectory}/{step}' if step else trajectory,
+      uid=step_uid(trajectory, step),
       task_id=place.task.uid,
       visit=place.visit,
       sample_index=place.index,

@@ -27,7 +27,9 @@ class RepetitionDetection:
   min_pattern_size: int = 1
   """Minimum length of a pattern in tokens."""
   min_count: int
-  """Number of consecutive copies of a pattern, including the first, that end a completion."""
+  """Number of consecutive copies of a pattern that end a completion. The first occurrence counts as
+  a copy.
+  """
 
   def __post_init__(self):
     where = 'repetition_detection'
@@ -46,7 +48,7 @@ class RepetitionDetection:
     return self.max_pattern_size * self.min_count
 
   def end(self, tokens: Int[np.ndarray, 'time'], *, start: int = 0) -> int | None:
-    """Returns the number of tokens after which a completion ends, or None if it goes on.
+    """Returns the number of tokens after which a completion ends, or None if it continues.
 
     Args:
       tokens: the tokens so far, without the prompt.

@@ -2,8 +2,8 @@
 the task's prompt.
 
 The completion tokens in a sample of the built-in workflow are exactly those that the engine
-returned. A custom workflow is selected in `rollout.workflow`, by the name of a function of (hub,
-tokenizer, max_tokens, **options) that returns a `Workflow`.
+returned. A custom workflow is selected in `rollout.workflow`, by the name of a function that takes
+(hub, tokenizer, max_tokens, **options) and returns a `Workflow`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from absl import logging
 from jaxtyping import Int
 
-from jaxrl_llm.core.errors import RunError, one_line
-from jaxrl_llm.core.files import parse_json
+from jaxrl_llm.core.background import by_length
 from jaxrl_llm.core.records.sample import Finish, Role, Sample, Source, media_of
 from jaxrl_llm.core.records.task import Message, Task
-from jaxrl_llm.rewards.api import MAX_EVIDENCE, MAX_PART_NAME, MAX_PARTS, MAX_REWARD, Verdict
+from jaxrl_llm.rewards.api import Attempt, Verdict
 from jaxrl_llm.rollout.api import Completion, Generator, Request, Sampling
 from jaxrl_llm.rollout.recording import Place, Recording
 from jaxrl_llm.tasks.tokenizer import Tokenizer
@@ -35,27 +32,51 @@ class WorkflowConfig:
   """Selects the workflow of a run."""
 
   kind: str = 'single_turn'
-  """'single_turn', 'environment', 'tools', or 'module:attribute' of the function that builds a
-  custom workflow.
+  """'single_turn', 'environment', 'tools', 'external:COMMAND' for an agent program started by
+  COMMAND, or 'module:attribute' for a function that builds a custom workflow.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of 'environment' (`EnvironmentWorkflow`) or 'tools' (`ToolUse`), or keyword arguments
-  of the function that builds a custom workflow.
+  """Options of 'environment' (`EnvironmentWorkflow`), 'tools' (`ToolUse`) or 'external'
+  (`ExternalAgent`), or keyword arguments of the function that builds a custom workflow.
   """
 
 
 class Rollout(NamedTuple):
-  """A finished sample as a workflow yields it."""
+  """A finished trajectory as a workflow yields it. Most trajectories consist of a single sample."""
 
   sample: Sample
+  """The trajectory's first step."""
   text: str
-  """The policy's response, as `Workflow.text` decodes it."""
+  """The policy's response in the last step, as `Workflow.text` decodes it."""
   verdict: Verdict | None = None
-  """Reward of the environment; None if the workflow gives none."""
+  """Reward from the environment; None if the workflow has no environment. Its `turn_values` cover
+  the turns of all steps.
+  """
   turns: tuple[Message, ...] = ()
   """Conversation after the prompt, as `turns_of` returns it. It may be left empty if `text` is the
   whole conversation.
   """
+  later: tuple[Sample, ...] = ()
+  """The trajectory's later steps, in order. A step is a sample whose prompt does not extend the
+  tokens of the previous step.
+  """
+
+  @property
+  def steps(self) -> tuple[Sample, ...]:
+    return (self.sample, *self.later)
+
+  def attempt(self, task: Task) -> Attempt:
+    """Returns the trajectory as an `Attempt`, the input of scorers."""
+    said = self.turns or ({'role': 'assistant', 'content': self.text},)
+    return Attempt(
+      uid=self.sample.trajectory_id,
+      task=task,
+      completion=self.text,
+      finish_reason=str(self.steps[-1].finish_reason),
+      response_len=sum(step.response_len for step in self.steps),
+      transcript=(*task.prompt, *said),
+      environment=self.verdict,
+    )
 
 
 @runtime_checkable
@@ -65,8 +86,8 @@ class Workflow(Protocol):
   def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[Rollout | tuple[Sample, str]]:
-    """Yields each sample with its decoded response as soon as the sample finishes. The
-    workflow must yield each sample index below `samples` once.
+    """Yields each trajectory, with the decoded response of its last step, as soon as it finishes.
+    The workflow must yield each index below `samples` once.
 
     Closing the iterator cancels the samples in flight.
 
@@ -76,7 +97,7 @@ class Workflow(Protocol):
         part of the random key of every request.
       stage: name of the stage, the first part of the sample uid `<stage>/<task
         uid>/<visit>/<index>`. The group id is the sample uid without the index.
-      samples: number of samples.
+      samples: number of trajectories.
       sampling: sampling parameters.
     """
     ...
@@ -84,132 +105,6 @@ class Workflow(Protocol):
   def text(self, sample: Sample) -> str:
     """Decodes the policy's response."""
     ...
-
-
-class Roster:
-  """Record of the samples of a group that have arrived. Each index below `samples` is expected
-  once.
-  """
-
-  def __init__(self, group: str, samples: int):
-    """
-    Args:
-      group: id `<stage>/<task uid>/<visit>` of the group. It is the prefix of the uids of its
-        samples.
-      samples: number of expected samples.
-    """
-    self._seen: set[int] = set()
-    self._group, self._samples = group, samples
-
-  def take(self, sample: Sample) -> bool:
-    """Records a sample and returns whether it is the first with its index. Raises ValueError if the
-    sample does not belong to the group.
-    """
-    index = sample.sample_index
-    if not 0 <= index < self._samples:
-      raise ValueError(f'sample {sample.uid} has index {index}, wanted one of {self._samples}')
-    wanted = f'{self._group}/{index}'
-    if (sample.uid, sample.group_id) != (wanted, self._group):
-      raise ValueError(
-        f'sample {sample.uid} of group {sample.group_id}, wanted sample {wanted} of group '
-        f'{self._group}'
-      )
-    if index in self._seen:
-      return False
-    self._seen.add(index)
-    return True
-
-  def incomplete(self) -> str:
-    """Returns an error message that names a missing sample, or an empty string if none is
-    missing.
-    """
-    missing = sorted({*range(self._samples)} - self._seen)
-    return f'its workflow ended without sample {missing[0]} of {self._samples}' if missing else ''
-
-
-def check_limits(verdict: Verdict, name: str) -> None:
-  """Raises ValueError if an environment's reward exceeds the limits that the master sets for the
-  rewards of explorers: those of its numbers, of its parts, and of its evidence, which is JSON.
-
-  Args:
-    name: name of the sample for messages.
-  """
-  numbers = [*verdict.turn_values, *verdict.parts.values()]
-  for number in numbers if verdict.value is None else [verdict.value, *numbers]:
-    if not abs(number) <= MAX_REWARD:
-      raise ValueError(f'{name}: has reward {number}, wanted a number within ±{MAX_REWARD:g}')
-  if len(verdict.parts) > MAX_PARTS:
-    raise ValueError(
-      f'{name}: has a reward of {len(verdict.parts)} counts, wanted at most {MAX_PARTS}'
-    )
-  for part in verdict.parts:
-    if not (isinstance(part, str) and len(part) <= MAX_PART_NAME and part.isprintable()):
-      raise ValueError(
-        f'{name}: has a count {one_line(repr(part), 100)}, wanted a name of at most '
-        f'{MAX_PART_NAME} characters, all printable'
-      )
-  try:
-    evidence = json.dumps(dict(verdict.evidence), allow_nan=False)
-    if len(evidence) <= MAX_EVIDENCE:
-      parse_json(evidence)
-  except (TypeError, ValueError, RecursionError) as error:
-    raise ValueError(one_line(f'{name}: the evidence of a reward is not JSON: {error}')) from None
-  if len(evidence) > MAX_EVIDENCE:
-    raise ValueError(
-      f'{name}: the evidence of a reward has {len(evidence)} characters as JSON, wanted at most '
-      f'{MAX_EVIDENCE}'
-    )
-
-
-def check_verdict(rollout: Rollout) -> None:
-  """Raises ValueError if the environment's reward of a rollout exceeds `check_limits`, or has more
-  turn values than the sample has turns (runs of tokens in the loss).
-  """
-  sample, verdict = rollout.sample, rollout.verdict
-  if verdict is None:
-    return
-  check_limits(verdict, f'sample {sample.uid}')
-  turns = np.count_nonzero(np.diff(sample.loss_mask.astype(np.int8), prepend=0) == 1)
-  if len(verdict.turn_values) > turns:
-    raise ValueError(
-      f'sample {sample.uid} has rewards for {len(verdict.turn_values)} turns, wanted at '
-      f'most {turns}'
-    )
-
-
-async def checked_run(
-  workflow: Workflow, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
-) -> AsyncIterator[Rollout]:
-  """Runs a workflow and yields its samples. Of several samples with the same index, only the first
-  is yielded.
-
-  Raises:
-    RunError: the workflow yields an unexpected sample or omits an expected one.
-  """
-  group = f'{stage}/{task.uid}/{visit}'
-  roster = Roster(group, samples)
-  runs = workflow.run(task, visit, stage=stage, samples=samples, sampling=sampling)
-  async with contextlib.aclosing(runs):
-    async for yielded in runs:
-      rollout = Rollout(*yielded)
-      try:
-        is_first = roster.take(rollout.sample)
-        check_verdict(rollout)
-      except ValueError as error:
-        raise RunError(f'rollout.workflow: {error}; correct the workflow') from None
-      if is_first:
-        yield rollout
-      else:
-        logging.log_first_n(
-          logging.WARNING,
-          'rollout.workflow: sample %s was yielded twice; the first one counts',
-          5,
-          rollout.sample.uid,
-        )
-  if problem := roster.incomplete():
-    raise RunError(
-      f'rollout.workflow: group {group}: {problem}; it must yield each index below {samples} once'
-    )
 
 
 class SingleTurn:
@@ -222,12 +117,21 @@ class SingleTurn:
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[tuple[Sample, str]]:
     request = await self._request(task, visit, stage=stage, samples=samples, sampling=sampling)
-    prompt = list(request.prompt)
-    async for index, completion in self._engine.generate(request):
+
+    def finished(index: int, completion: Completion) -> tuple[Sample, str]:
       sample = rollout_sample(
-        task, visit, index, prompt, completion, group=request.uid, temperature=sampling.temperature
+        task,
+        visit,
+        index,
+        list(request.prompt),
+        completion,
+        group=request.uid,
+        temperature=sampling.temperature,
       )
-      yield sample, self.text(sample)
+      return sample, self.text(sample)
+
+    async for index, completion in self._engine.generate(request):
+      yield await by_length(len(completion.tokens), finished, index, completion)
 
   async def extend(
     self,
@@ -283,9 +187,12 @@ class SingleTurn:
       task, visit, index, prompt, completion, group=group, temperature=temperature
     )
 
+  async def decoded(self, sample: Sample) -> str:
+    """Returns `text(sample)`; a long one is decoded in a thread."""
+    return await by_length(sample.response_len, self.text, sample)
+
   async def _prompt(self, task: Task) -> list[int]:
-    # The prompt is rendered by another process, which may be slow or hang, so a thread waits for
-    # it.
+    # Another process renders the prompt. It may be slow or hang, so a thread waits for it.
     if self._tokenizer.renders_elsewhere:
       return await asyncio.to_thread(self._tokenizer.render_prompt, task.prompt)
     return self._tokenizer.render_prompt(task.prompt)
@@ -328,25 +235,34 @@ def request_key(task: Task, visit: int, turn: int = 0) -> tuple[int, ...]:
 
 def completion_text(tokenizer: Tokenizer, tokens: Int[np.ndarray, '...'], finish: Finish) -> str:
   """Decodes the policy's response without the end token at which it stopped. A custom stop token,
-  which is not among `tokenizer.stop_ids`, stays.
+  which is not among `tokenizer.stop_ids`, is kept.
   """
-  ids = [int(token) for token in tokens]
+  ids = tokens.tolist()
   is_ended = finish == Finish.STOP and ids[-1:] and ids[-1] in tokenizer.stop_ids
   return tokenizer.decode(ids[:-1] if is_ended else ids)
 
 
-def turns_of(tokenizer: Tokenizer, sample: Sample) -> tuple[Message, ...]:
-  """Returns a sample's conversation after the prompt: the text of the policy's turns (role
-  'assistant') and of what it read between them (role 'tool').
+def turns_of(tokenizer: Tokenizer, sample: Sample, *later: Sample) -> tuple[Message, ...]:
+  """Returns a trajectory's conversation after the prompt: the policy's turns (role 'assistant') and
+  the text between them (role 'tool'). The whole prompt of each later step is treated as text
+  between turns.
   """
   messages: list[Message] = []
-  response = sample.role[sample.prompt_len :]
-  bounds = [0, *(np.flatnonzero(np.diff(response)) + 1).tolist(), len(response)]
-  for start, end in itertools.pairwise(bounds):
-    role = 'assistant' if response[start] == Role.POLICY else 'tool'
-    tokens = sample.tokens[sample.prompt_len + start : sample.prompt_len + end]
-    messages.append({'role': role, 'content': tokenizer.decode(tokens.tolist())})
+  for step in (sample, *later):
+    first = 0 if step is not sample else step.prompt_len
+    bounds = [first, *(np.flatnonzero(np.diff(step.role[first:])) + 1 + first), len(step.tokens)]
+    for start, end in itertools.pairwise(bounds):
+      role = 'assistant' if step.role[start] == Role.POLICY else 'tool'
+      text = tokenizer.decode(step.tokens[start:end].tolist())
+      messages.append({'role': role, 'content': text})
   return tuple(messages)
+
+
+def trained_turns(sample: Sample) -> int:
+  """Returns the number of a sample's turns that are trained on, counted as runs of consecutive
+  tokens in the loss.
+  """
+  return int(np.count_nonzero(np.diff(sample.loss_mask.astype(np.int8), prepend=0) == 1))
 
 
 def rollout_sample(

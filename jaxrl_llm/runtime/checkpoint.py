@@ -1,8 +1,12 @@
 """Commits: checkpoints that are complete. A checkpoint counts if and only if it has a COMMIT file.
 
-All processes write the arrays to `checkpoints/<step>/arrays` with orbax. Process 0 also writes
-`host.json`. When all these files are on disk, it writes `COMMIT`, which lists the name, size and
-digest of every file. The next start of the run removes directories without this file.
+A commit has two parts. `Checkpoints.begin` copies the state to host memory, after which training
+may continue and donate the arrays. `Writing.finish` completes the commit in a thread while training
+continues: every process writes its part of the arrays to `checkpoints/<step>/arrays` with orbax and
+digests its own files, and process 0 also writes `host.json`. When the files of all processes are on
+disk, process 0 writes `COMMIT`, which lists the name, size and digest of every file. The next start
+of the run removes directories without this file. If the run is killed at any moment, the earlier
+commits therefore remain.
 """
 
 from __future__ import annotations
@@ -15,27 +19,33 @@ import logging as stdlib_logging
 import pathlib
 import shutil
 import sys
+import threading
 import time
 import traceback
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 import xxhash
 from absl import logging
-from jax.experimental import multihost_utils
 
-from jaxrl_llm.core.disk import link_or_copy, sync
+from jaxrl_llm.core.disk import link_or_copy, sync, write_durably
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Json
 
 _COMMIT, _HOST, _ARRAYS = 'COMMIT', 'host.json', 'arrays'
+_DIGESTS = 'digests-{}'
+"""Name of the file with the sizes and digests of the files of a process other than process 0. It
+exists until process 0 has read it.
+"""
 _DEADLINE_S = 1200
 """Maximum time in seconds to wait until all processes have written their arrays."""
+_LOOK_S = 0.02
+"""Seconds between checks for the digests of the other processes."""
 _QUIET_S = 0.5
 """Seconds without new files after which a failed save is assumed to have stopped writing."""
 
@@ -45,17 +55,30 @@ class CheckpointConfig:
   """Frequency and retention of commits."""
 
   every_steps: int = 10
-  every_minutes: float = 5.0
-  """Minutes after which a commit is made even if `every_steps` is not reached. Such commits only
-  add steps at which the run can resume; they do not affect its results.
+  every_minutes: float | None = None
+  """Maximum minutes between commits, in addition to `every_steps`; None for commits by steps only.
+  Commits by time only add steps at which the run can resume, and do not affect its results.
   """
   keep: int = 3
-  """Number of newest commits to keep. The commit with the best evaluation is kept in addition."""
+  """Number of newest commits to keep. The commit with the best evaluation is also kept, as are
+  commits whose weights later stages start from.
+  """
+  keep_hours: float = 0.0
+  """Age in hours below which commits are kept in addition to the newest ones, whatever their
+  number.
+  """
 
   def __post_init__(self):
     for name in ('every_steps', 'keep'):
       if getattr(self, name) < 1:
         raise UserError(f'checkpoint.{name}: {getattr(self, name)}, wanted at least 1')
+    # `not x >= 0` also rejects NaN.
+    if not self.keep_hours >= 0:
+      raise UserError(f'checkpoint.keep_hours: {self.keep_hours}, wanted at least 0')
+    if self.every_minutes is not None and not self.every_minutes > 0:
+      raise UserError(
+        f'checkpoint.every_minutes: {self.every_minutes}, wanted minutes above 0, or None'
+      )
 
 
 class CheckpointFailed(RunError):
@@ -63,7 +86,9 @@ class CheckpointFailed(RunError):
 
 
 class Taken(NamedTuple):
-  """Files of another run's commit, linked or copied into this run but not committed here yet."""
+  """Files of another run's commit that have been linked or copied into this run, but are not
+  committed here yet.
+  """
 
   step: int
   files: Mapping[str, tuple[int, str]]
@@ -100,55 +125,63 @@ class Checkpoints:
     names = (path.parent.name for path in self._directory.glob(f'*/{_COMMIT}'))
     return sorted(int(name) for name in names if name.isdecimal())
 
-  def save(self, step: int, state: Any, host: Json, *, best: int | None) -> None:
-    """Commits `state` and `host` as `step`. Every process must call it with the same step.
+  def begin(self, step: int, state: Any, host: Json, *, keep: Collection[int] = ()) -> Writing:
+    """Starts a commit of `state` and `host` as `step`, and returns when both are copied.
 
-    When the call returns in any process, the commit is complete. Old commits are then removed,
-    except for the newest `CheckpointConfig.keep` and `best`.
+    Every process must call it with the same step, in the same order with its other collectives, and
+    must call `finish` of the result before the next `begin`. Later changes to `state` and `host`,
+    such as the donation of the arrays, do not affect the commit. On accelerators, the copy is in
+    host memory. On CPUs, the commit holds the arrays themselves, and an update that would donate
+    them writes to new memory instead.
 
     Args:
       step: number of completed batches. No commit of this step may exist yet.
       state: pytree of arrays.
       host: JSON state from which process 0 resumes. Other processes ignore it.
-      best: step of a commit to keep in addition to the newest ones. If None, only those are kept.
+      keep: steps of commits to keep in addition to those that the configuration keeps.
 
     Raises:
       CheckpointFailed: if the files cannot be written, for example because the disk is full.
         Earlier commits are then intact.
     """
     target = self._directory / str(step)
-    encoded = json.dumps(host).encode()
     if self._leads and step in self.steps():
       raise RuntimeError(f'checkpoint {target}: committed already')
-    with _quiet_orbax():
-      try:
+    encoded = json.dumps(host).encode()
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(_quiet_orbax())
+      with self._explained(target):
         if self._leads:
           target.mkdir(parents=True, exist_ok=True)
         deadline = ocp.options.AsyncOptions(timeout_secs=_DEADLINE_S)
-        with ocp.StandardCheckpointer(async_options=deadline) as checkpointer:
-          checkpointer.save(target / _ARRAYS, state, force=True)
-        if self._leads:
-          (target / _HOST).write_bytes(encoded)
-          _commit(target)
-      except (OSError, ValueError) as error:
-        # A ValueError comes either from the storage library or from a collective operation that
-        # lost a peer. Only the storage library names the file in its message.
-        if isinstance(error, ValueError) and str(target) not in str(error):
-          raise
-        if self._leads:
-          _remove_failed(target, error)
-        kept = self.steps()
-        reason = _reason(error)
-        raise CheckpointFailed(
-          f'checkpoint {target}: could not be written ({reason}); '
-          f'{f"the newest commit is step {kept[-1]}" if kept else "there is no earlier commit"}; '
-          'free space and start again with the same command'
-        ) from error
-    if self._leads:
-      self._retire(best)
-    if jax.process_count() > 1:
-      # The wait 'device' is bounded by the deadline of the device thread, which makes this call.
-      multihost_utils.sync_global_devices(f'commit {step}')
+        checkpointer = ocp.StandardCheckpointer(async_options=deadline)
+        checkpointer.save(target / _ARRAYS, state, force=True)
+      return Writing(self, target, checkpointer, encoded, keep, stack.pop_all())
+
+  def save(self, step: int, state: Any, host: Json, *, keep: Collection[int] = ()) -> None:
+    """Commits and waits for the end of the commit; see `begin` and `Writing.finish`."""
+    self.begin(step, state, host, keep=keep).finish()
+
+  @contextlib.contextmanager
+  def _explained(self, target: pathlib.Path) -> Iterator[None]:
+    """Removes the files of a commit whose writing fails in the block, and raises an error of one
+    line.
+    """
+    try:
+      yield
+    except (OSError, ValueError) as error:
+      # A ValueError comes either from the storage library or from a collective operation that lost
+      # a peer. Only the storage library names the file in its message.
+      if isinstance(error, ValueError) and str(target) not in str(error):
+        raise
+      if self._leads:
+        _remove_failed(target, error)
+      kept = self.steps()
+      raise CheckpointFailed(
+        f'checkpoint {target}: could not be written ({_reason(error)}); '
+        f'{f"the newest commit is step {kept[-1]}" if kept else "there is no earlier commit"}; '
+        'free space and start again with the same command'
+      ) from error
 
   def restore(self, step: int, like: Any) -> Any:
     """Restores the arrays of a committed step.
@@ -196,11 +229,13 @@ class Checkpoints:
       UserError: a file differs from the one that the other run committed.
     """
     target = self._directory / str(taken.step)
-    (target / _HOST).unlink()  # A hard link of the other run's file, which must stay as it is.
+    (target / _HOST).unlink()  # A hard link to the other run's file, which must not be modified.
     (target / _HOST).write_text(json.dumps(host))
     _commit(
       target,
-      {name: size_and_digest for name, size_and_digest in taken.files.items() if name != _HOST},
+      expected={
+        name: size_and_digest for name, size_and_digest in taken.files.items() if name != _HOST
+      },
     )
 
   def shapes(self, step: int) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -241,37 +276,96 @@ class Checkpoints:
           f'remove {path} to resume from an earlier commit'
         )
 
-  def _retire(self, best: int | None) -> None:
+  def _retire(self, keep: Collection[int]) -> None:
+    newest_removed = time.time() - self._config.keep_hours * 3600
     for step in self.steps()[: -self._config.keep]:
-      if step != best:
+      commit = self._directory / str(step) / _COMMIT
+      if step not in keep and commit.stat().st_mtime <= newest_removed:
         # COMMIT is removed first. If the removal is then interrupted, `clean` removes the rest.
-        (self._directory / str(step) / _COMMIT).unlink()
-        shutil.rmtree(self._directory / str(step), ignore_errors=True)
+        commit.unlink()
+        shutil.rmtree(commit.parent, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-  """Suppresses orbax's progress logs, and the traceback that orbax prints for each failed write.
+class Writing:
+  """A commit whose files are being written; the result of `Checkpoints.begin`."""
+
+  def __init__(
+    self,
+    checkpoints: Checkpoints,
+    target: pathlib.Path,
+    checkpointer: ocp.StandardCheckpointer,
+    host: bytes,
+    keep: Collection[int],
+    quiet: contextlib.ExitStack,
+  ):
+    self._checkpoints, self._target, self._checkpointer = checkpoints, target, checkpointer
+    self._host, self._keep, self._quiet = host, keep, quiet
+
+  def finish(self) -> None:
+    """Waits until the files are written and digested. May run in any thread.
+
+    In process 0, the commit is complete when the call returns, and old commits are removed as the
+    configuration says. In the other processes, it may not be complete yet.
+
+    Raises:
+      CheckpointFailed: if the files cannot be written, for example because the disk is full, or if
+        another process does not write its part. Earlier commits are then intact.
+    """
+    checkpoints, process, count = self._checkpoints, jax.process_index(), jax.process_count()
+    with self._quiet, checkpoints._explained(self._target):
+      # The wait 'commit' is bounded by orbax's deadline, which is set to `_DEADLINE_S`.
+      self._checkpointer.close()
+      if not checkpoints._leads:
+        _write_digests(self._target, process)
+        return
+      (self._target / _HOST).write_bytes(self._host)
+      of_others = [_DIGESTS.format(other) for other in range(count) if other != process]
+      _commit(self._target, _collect_digests(self._target, of_others))
+    checkpoints._retire(self._keep)
+
+
+class _Silence:
+  """Suppresses orbax's progress logs, and the traceback that orbax prints for each failed write,
+  while at least one block is open. Blocks may overlap, also in different threads.
 
   The error itself is still raised.
   """
-  loggers, hook = (
-    (logging.get_absl_logger(), stdlib_logging.getLogger('asyncio')),
-    sys.unraisablehook,
-  )
-  for logger in loggers:
-    logger.addFilter(_not_of_orbax)
-  # After a first error, orbax closes its event loop. Each write that finishes later then raises
-  # 'Event loop is closed' where nothing can catch the exception.
-  sys.unraisablehook = lambda ignored: (
-    None if 'Event loop is closed' in str(ignored.exc_value) else hook(ignored)
-  )
-  try:
-    yield
-  finally:
-    sys.unraisablehook = hook
-    for logger in loggers:
+
+  def __init__(self) -> None:
+    self._lock, self._open = threading.Lock(), 0
+    self._loggers = logging.get_absl_logger(), stdlib_logging.getLogger('asyncio')
+
+  @contextlib.contextmanager
+  def __call__(self) -> Iterator[None]:
+    with self._lock:
+      self._open += 1
+      if self._open == 1:
+        self._begin()
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._open -= 1
+        if self._open == 0:
+          self._end()
+
+  def _begin(self) -> None:
+    for logger in self._loggers:
+      logger.addFilter(_not_of_orbax)
+    self._hook = hook = sys.unraisablehook
+    # After a first error, orbax closes its event loop. Each write that finishes later then raises
+    # 'Event loop is closed' where nothing can catch the exception.
+    sys.unraisablehook = lambda ignored: (
+      None if 'Event loop is closed' in str(ignored.exc_value) else hook(ignored)
+    )
+
+  def _end(self) -> None:
+    sys.unraisablehook = self._hook
+    for logger in self._loggers:
       logger.removeFilter(_not_of_orbax)
+
+
+_quiet_orbax = _Silence()
 
 
 def _not_of_orbax(record: stdlib_logging.LogRecord) -> bool:
@@ -298,18 +392,66 @@ def _remove_failed(path: pathlib.Path, error: Exception) -> None:
     gc.collect()
 
 
+def _write_digests(path: pathlib.Path, process: int) -> None:
+  """Syncs the files of a process other than process 0 to disk, and writes their sizes and digests.
+
+  By orbax's layout, the names of the files or of their directories end with `process_<number>`.
+  Files that this function misses are digested by process 0.
+  """
+  files = {}
+  for entry in (path / _ARRAYS).rglob(f'*process_{process}'):
+    for file in (entry, *entry.rglob('*')):
+      sync(file)
+      if file.is_file():
+        files[str(file.relative_to(path))] = (file.stat().st_size, _digest(file))
+  write_durably(path / _DIGESTS.format(process), json.dumps(files))
+
+
+def _collect_digests(path: pathlib.Path, names: Collection[str]) -> dict[str, tuple[int, str]]:
+  """Waits until the files `names`, which contain the digests of the other processes, exist. Removes
+  these files, and returns the sizes and digests they contain, keyed by file name.
+
+  Raises TimeoutError if one of them does not exist within `_DEADLINE_S` seconds.
+  """
+  deadline = time.monotonic() + _DEADLINE_S
+  digests: dict[str, tuple[int, str]] = {}
+  for name in names:
+    while not (path / name).exists():
+      if time.monotonic() > deadline:
+        raise TimeoutError(f'{path / name} does not exist')
+      time.sleep(_LOOK_S)
+    digests |= {
+      file: (size, digest)
+      for file, (size, digest) in json.loads((path / name).read_bytes()).items()
+    }
+    (path / name).unlink()
+  return digests
+
+
 def _commit(
-  path: pathlib.Path, expected: Mapping[str, tuple[int, str]] = types.MappingProxyType({})
+  path: pathlib.Path,
+  digests: Mapping[str, tuple[int, str]] = types.MappingProxyType({}),
+  *,
+  expected: Mapping[str, tuple[int, str]] = types.MappingProxyType({}),
 ) -> None:
   """Syncs every file to disk, then writes COMMIT and syncs it too.
 
   Raises UserError, and writes nothing, if a file lacks the expected size and digest.
+
+  Args:
+    digests: sizes and digests of files that another process has digested and synced.
   """
   files = {}
   for file in sorted(path.rglob('*')):
+    name = str(file.relative_to(path))
+    if name in digests and file.stat().st_size == digests[name][0]:
+      files[name] = digests[name]
+      continue
     sync(file)
     if file.is_file():
-      files[str(file.relative_to(path))] = (file.stat().st_size, _digest(file))
+      files[name] = (file.stat().st_size, _digest(file))
+  if missing := digests.keys() - files.keys():
+    raise FileNotFoundError(f'{path / min(missing)} is missing')
   if damaged := [name for name, wanted in expected.items() if files.get(name) != wanted]:
     raise UserError(
       f'checkpoint {path}: {damaged[0]} differs from the file that was committed (wanted size and '
@@ -336,7 +478,8 @@ def _reason(error: Exception) -> str:
   """Returns the cause of a failed write: the operating system's error text, if it can be found."""
   if isinstance(error, TimeoutError):
     return (
-      f'not every process had written its part after {_DEADLINE_S} s; see the logs of the others'
+      f'not every process has written its part within {_DEADLINE_S} s, or one is gone; see the '
+      'logs of the others'
     )
   if isinstance(error, OSError) and error.strerror:
     return error.strerror

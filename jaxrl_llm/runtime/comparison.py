@@ -20,7 +20,7 @@ from typing import Any
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.runtime import metrics, report, transcripts, writers
+from jaxrl_llm.runtime import metric_descriptions, report, transcripts, writers
 from jaxrl_llm.runtime.transcripts import is_number, short
 
 PAGE = 'compare.html'
@@ -87,7 +87,7 @@ class Objective:
   """The metric by which runs are compared."""
 
   key: str
-  """Key of the metric."""
+  """Key of the metric in metrics.jsonl."""
   direction: str = 'maximize'
   """'maximize' or 'minimize'."""
   at: str = 'last'
@@ -164,7 +164,7 @@ def payload(
       for i, (run, (rows, _)) in enumerate(zip(runs, logs, strict=True))
     ],
     'keys': sorted(keys),
-    'descriptions': {key: text for key in keys if (text := metrics.describe(key))},
+    'descriptions': {key: text for key in keys if (text := metric_descriptions.describe(key))},
     'labels': report.labels(keys),
     'differences': _differences(configs),
     'beside': beside,
@@ -202,7 +202,8 @@ def _link(workdir: pathlib.Path, target: pathlib.Path) -> str | None:
   if not file.is_file():
     return None
   path = os.path.relpath(file.absolute(), target.absolute().parent)
-  return './' + urllib.parse.quote(path)  # Without './', text before a ':' would be a URL scheme.
+  # Without './', text before a ':' would be read as a URL scheme.
+  return './' + urllib.parse.quote(path)
 
 
 def _groups(runs: Sequence[ComparedRun], objective: Objective) -> list[Row]:

@@ -6,11 +6,13 @@ an error, or the end of its stage), or because the process died. `EDGES` describ
 messages and the published diagrams in which they appear.
 
 A run never reads this log, and commits do not contain it. A resumed run appends to it, under a new
-attempt number.
+attempt number. When the log has reached half of its byte budget, it becomes `events.1.jsonl`, in
+place of the file of that name, and a new log begins.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -23,8 +25,11 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.types import Json
+from jaxrl_llm.runtime.log.config import LoggingConfig
 
 FILE = 'events.jsonl'
+EARLIER_FILE = 'events.1.jsonl'
+"""File with the messages before those in `FILE`."""
 FLUSH_S = 1.0
 """Seconds after which buffered lines are written to the file together with the next event.
 
@@ -49,6 +54,11 @@ class Edge(enum.StrEnum):
   SUITE = 'suite'
   COMMIT = 'commit'
   SERVER = 'server'
+  OFFLOAD = 'offload'
+  RELOAD = 'reload'
+  RELEASE = 'release'
+  RESTORE = 'restore'
+  LEDGER = 'ledger'
   CHANGE = 'change'
 
 
@@ -168,7 +178,7 @@ EDGES: Mapping[Edge, Ends] = {
     target='checkpoints',
     lane='checkpoints',
     diagram='none (recovery)',
-    text='A checkpoint is written.',
+    text='A checkpoint is written during the next steps; the reply says that it is complete.',
   ),
   Edge.SERVER: Ends(
     source='rollout',
@@ -178,19 +188,55 @@ EDGES: Mapping[Edge, Ends] = {
     diagram='none (discovery)',
     text='A server of the registry joins the engine, leaves it, or is refused.',
   ),
+  Edge.OFFLOAD: Ends(
+    source='trainer',
+    target='memory',
+    lane='memory',
+    diagram='DeepSeek-R1: save and offload the actor; offload reference and reward model',
+    text='A role leaves the devices, for host memory or files.',
+  ),
+  Edge.RELOAD: Ends(
+    source='memory',
+    target='trainer',
+    lane='memory',
+    diagram='DeepSeek-R1: load reference and reward model; load actor and critic',
+    text='A role comes back to the devices or, for a commit, from files to host memory.',
+  ),
+  Edge.RELEASE: Ends(
+    source='trainer',
+    target='rollout',
+    lane='memory',
+    diagram='DeepSeek-R1: destroy the vLLM workers',
+    text='The engine gives up the memory of the devices.',
+  ),
+  Edge.RESTORE: Ends(
+    source='trainer',
+    target='rollout',
+    lane='memory',
+    diagram='DeepSeek-R1: instantiate vLLM workers from the actor',
+    text='The engine serves again, with the weights published last.',
+  ),
+  Edge.LEDGER: Ends(
+    source='trainer',
+    target='memory',
+    lane='memory',
+    answered=False,
+    diagram='DeepSeek-R1: VRAM of the rollout, inference and training phases',
+    text='A phase begins: what the memory of a device holds.',
+  ),
   Edge.CHANGE: Ends(
     source='command',
     target='master',
     lane='trainer',
     answered=False,
     diagram='none (a changed configuration)',
-    text='The run goes on under a changed configuration, or as a branch of another run.',
+    text='The run continues with a changed configuration, or as a branch of another run.',
   ),
 }
 
 
 class Asked(NamedTuple):
-  """A pending request."""
+  """A pending request, which `Events.reply` completes."""
 
   edge: Edge
   id: int
@@ -233,6 +279,7 @@ class EventLog(Events):
     *,
     attempt: int,
     step: int = 0,
+    max_bytes: int = LoggingConfig.event_bytes,
     clock: Callable[[], float] = time.perf_counter,
   ):
     """Opens the log.
@@ -244,26 +291,31 @@ class EventLog(Events):
       workdir: run directory.
       attempt: number of this start of the run.
       step: number of completed batches.
+      max_bytes: approximate maximum size of `FILE` and `EARLIER_FILE` together.
       clock: monotonic clock in seconds. A constant is added to its readings, so that recorded times
         are seconds since 1970.
 
     Raises:
       RunError: if the file cannot be opened.
     """
-    self._path = workdir / FILE
+    self._path, self._max_bytes = workdir / FILE, max_bytes
     self._attempt, self._step, self._clock = attempt, step, clock
     self._lines: list[bytes] = []
     self._ids = 0
     self._written = clock()
     self._zero = time.time() - self._written
     try:
-      self._file = self._path.open('a+b', buffering=0)
-      if self._file.tell():
+      self._open()
+      if self._size:
         self._file.seek(-1, os.SEEK_END)
         if self._file.read() != b'\n':
           self._file.write(b'\n')
     except OSError as error:
       raise self._stopped(error) from error
+
+  def _open(self) -> None:
+    self._file = self._path.open('a+b', buffering=0)
+    self._size = self._file.tell()
 
   def advance(self, step: int) -> None:
     self._step = step
@@ -310,13 +362,19 @@ class EventLog(Events):
     """Writes the buffered lines to the file.
 
     Raises:
-      RunError: if that fails. Lines that were not written are then lost. No run needs them.
+      RunError: if writing fails. The lines are then lost, which no run depends on.
     """
     data, self._lines = b''.join(self._lines), []
     self._written = self._clock()
     try:
       while data:
-        data = data[self._file.write(data) :]
+        written = self._file.write(data)
+        self._size, data = self._size + written, data[written:]
+      if self._size > self._max_bytes / 2:
+        self._file.close()
+        with contextlib.suppress(FileNotFoundError):  # It may have been deleted.
+          self._path.replace(self._path.with_name(EARLIER_FILE))
+        self._open()
     except OSError as error:
       raise self._stopped(error) from error
 
@@ -336,7 +394,7 @@ class Event(NamedTuple):
   step: int
   edge: Edge
   kind: str
-  """'request', 'reply' or 'message'."""
+  """Kind of the line: 'request', 'reply' or 'message'."""
   id: int
   """Event number, unique within its attempt."""
   of: int | None
@@ -348,13 +406,20 @@ def read(path: pathlib.Path, limit: int | None = None) -> Iterator[Event | None]
   """Yields the event of each line of a log, or None if the line is invalid. Skips blank lines.
 
   Args:
-    limit: maximum number of bytes to read, from the end of the file. If None, the whole file is
-      read.
+    path: the file `FILE` of a run directory. The messages in `EARLIER_FILE` beside it come first.
+    limit: maximum number of bytes to read, from the end of the log. If None, all of it is read.
   """
+  size, earlier = path.stat().st_size, path.with_name(EARLIER_FILE)
+  if earlier.is_file() and (limit is None or size < limit):
+    yield from _read(earlier, None if limit is None else limit - size)
+  yield from _read(path, limit)
+
+
+def _read(path: pathlib.Path, limit: int | None) -> Iterator[Event | None]:
   with path.open('rb') as file:
     if limit is not None and (size := path.stat().st_size) > limit:
       file.seek(size - limit - 1)
-      next(file)  # The rest of a line.
+      next(file)  # Skips the end of a line whose beginning is not read.
     for line in file:
       if line.strip():
         yield _event(line)

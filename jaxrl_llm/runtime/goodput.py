@@ -1,90 +1,147 @@
-"""Goodput: the ledger of what a run's seconds were spent on (docs/guides/report.md).
+"""Goodput: a breakdown of how the processes of a run spend their time (docs/guides/report.md).
 
-Every second of the trainer's loop, and of each server, belongs to one class. The ledger measures
-nothing itself: it divides the seconds between two rows of metrics by the parts that were timed
-anyway. Invariant: the classes of a ledger add up to the seconds that it divides.
+Each second of a process belongs to a class, such as training or waiting. This module measures the
+classes of the trainers, and `core.process_clock` those of servers, explorers and scorer workers. No
+class is computed as the remainder of the others. The sum of all classes can therefore be checked
+against the lifetime of the processes, which is measured separately (`goodput/wall_s/…`).
 """
 
 from __future__ import annotations
 
 import collections
+import json
+import os
+import pathlib
 from collections.abc import Iterable, Mapping
 
-PREFIX = 'goodput/seconds/'
+from jaxrl_llm.core.disk import write_durably
+from jaxrl_llm.core.process_clock import SECONDS, WALL
+from jaxrl_llm.runtime.stopwatch import OwnSeconds
+
+KINDS = {'trainer': ('train', 'generate'), 'servers': ('generate',), 'explorers': ('work',),
+         'scorers': ('score',)}  # fmt: skip
+"""Classes of useful work, keyed by kind of process."""
+_CLASSES = {
+  'enter': 'start',
+  'update_weights': 'publish',
+  'gen': 'wait',
+  'load': 'load',
+  'phases': 'move',
+  **dict.fromkeys(
+    (
+      *('annotate', 'old_log_prob', 'ref', 'values', 'adv'),
+      *('train', 'update_actor', 'update_critic'),
+    ),
+    'train',
+  ),
+  'testing': 'evaluate',
+  'save_checkpoint': 'commit',
+  'record': 'record',
+}
+"""Class of each part of a step. The part `step` contains all others and has no class, so time that
+is in no inner part is missing from the sum.
+"""
+_STEP = 'training/global_step'
+_REPEATABLE = ('generate', 'wait', 'load', 'train')
 
 
 def trainer_seconds(
-  parts: Mapping[str, float], elapsed_s: float, *, samples_itself: bool, is_repeated: bool
+  parts: Mapping[str, OwnSeconds], wall_s: float, *, is_repeated: bool
 ) -> dict[str, float]:
-  """Divides the seconds of the trainer's loop. Returns the seconds of each class.
+  """Returns the metrics of the seconds of one trainer process.
 
   Args:
-    parts: seconds of the timed parts, as in the metrics `timing_s/…`.
-    elapsed_s: seconds since the previous row of metrics.
-    samples_itself: whether the sampler runs in the trainer, so that the loop generates while it
-      waits for a batch.
-    is_repeated: whether an earlier attempt had completed the step, and a crash undid it. All
-      seconds of the step itself then belong to `recompute`.
+    parts: seconds of each part of the step, without the parts inside it. Time during which this
+      process's own engine samples counts as `generate`, or as `evaluate` in an evaluation, whatever
+      part of the step is waiting meanwhile.
+    wall_s: seconds since the previous row of metrics.
+    is_repeated: whether an earlier attempt had completed this step and a crash undid it. If so, all
+      seconds of the step itself count as `recompute`.
   """
-  gen, publish = parts.get('gen', 0.0), parts.get('update_weights', 0.0)
-  collect = max(0.0, gen - publish)
-  generate = max(0.0, collect - parts.get('reward', 0.0)) if samples_itself else 0.0
-  load = parts.get('load', 0.0)
-  step = {
-    'generate': generate,
-    'wait': collect - generate,
-    'load': load,
-    'train': max(0.0, parts.get('annotate', 0.0) + parts.get('train', 0.0) - load),
-  }
+  seconds: collections.Counter[str] = collections.Counter()
+  for name, own in parts.items():
+    if (of := _CLASSES.get(name)) is not None:
+      seconds[of] += own.alone
+      seconds['evaluate' if of == 'evaluate' else 'generate'] += own.beside
   if is_repeated:
-    step = {'recompute': sum(step.values())}
-  spent = {
-    **step,
-    'publish': publish,
-    'evaluate': parts.get('testing', 0.0),
-    'commit': parts.get('save_checkpoint', 0.0),
-  }
-  return _with_rest(spent, elapsed_s, 'other')
-
-
-def server_seconds(
-  servers: int, elapsed_s: float, *, idle_s: float, pause_s: float, evaluate_s: float
-) -> dict[str, float]:
-  """Divides the seconds of all servers, as if each did what the fleet does. Returns the seconds of
-  each class.
-
-  Args:
-    servers: number of servers.
-    elapsed_s: seconds since the previous row of metrics.
-    idle_s: seconds in which no group was generated or scored.
-    pause_s: seconds in which a publication kept servers from sampling.
-    evaluate_s: seconds of evaluation.
-  """
-  publish = min(pause_s, elapsed_s)
-  evaluate = min(evaluate_s, elapsed_s - publish)
-  # Publications and evaluations usually happen while no group is in progress.
-  idle = min(max(0.0, idle_s - publish - evaluate), elapsed_s - publish - evaluate)
-  spent = {'publish': publish, 'evaluate': evaluate, 'idle': idle}
+    seconds['recompute'] = sum(seconds.pop(name, 0.0) for name in _REPEATABLE)
   return {
-    name: servers * seconds for name, seconds in _with_rest(spent, elapsed_s, 'generate').items()
+    **{f'{SECONDS}trainer/{name}': value for name, value in sorted(seconds.items())},
+    f'{WALL}trainer': wall_s,
   }
 
 
-def shares(rows: Iterable[Mapping[str, object]], process: str) -> dict[str, float]:
-  """Returns the share of each class in the seconds of a process, over rows of metrics, largest
-  first. Empty if the rows have no ledger of it.
-
-  Args:
-    process: 'trainer' or 'servers'.
+def shares(rows: Iterable[Mapping[str, object]], kind: str) -> dict[str, float]:
+  """Returns the share of each class in the lifetime of all processes of a kind, over rows of
+  metrics, largest first. The shares add up to 1 if every second is in exactly one class. The result
+  is empty if the rows have no such metrics for this kind.
   """
-  prefix, seconds = f'{PREFIX}{process}/', collections.Counter()
+  prefix, seconds, wall = f'{SECONDS}{kind}/', collections.Counter(), 0.0
   for row in rows:
     for key, value in row.items():
-      if key.startswith(prefix) and isinstance(value, int | float):
-        seconds[key.removeprefix(prefix)] += value
-  total = sum(seconds.values())
-  return {name: value / total for name, value in seconds.most_common() if total and value}
+      if isinstance(value, int | float):
+        if key.startswith(prefix):
+          seconds[key.removeprefix(prefix)] += value
+        elif key == f'{WALL}{kind}':
+          wall += value
+  # Rows of earlier program versions have no wall time. In these versions, the classes always added
+  # up to it.
+  wall = wall or sum(seconds.values())
+  return {name: value / wall for name, value in seconds.most_common() if value} if wall else {}
 
 
-def _with_rest(spent: dict[str, float], elapsed_s: float, rest: str) -> dict[str, float]:
-  return {**spent, rest: max(0.0, elapsed_s - sum(spent.values()))}
+def file_of(workdir: pathlib.Path, process: int) -> pathlib.Path:
+  """Returns the file with the seconds of a trainer process other than process 0, whose seconds are
+  in metrics.jsonl.
+  """
+  return workdir / f'goodput-{process}.jsonl'
+
+
+def append(file: pathlib.Path, step: int, row: Mapping[str, float]) -> None:
+  """Appends the seconds of a step to the file of a trainer process. An incomplete last line is
+  terminated.
+  """
+  with file.open('a+b') as lines:
+    if lines.tell():
+      lines.seek(-1, os.SEEK_END)
+      if lines.read() != b'\n':
+        lines.write(b'\n')
+    lines.write(json.dumps({_STEP: step, **row}).encode() + b'\n')
+
+
+def discard_later(workdir: pathlib.Path, step: int) -> None:
+  """Removes damaged lines and the rows of steps after `step`, at which the run resumes."""
+  for file in _files(workdir):
+    lines = file.read_bytes().splitlines(keepends=True)
+    kept = [
+      line
+      for line in lines
+      if line.endswith(b'\n') and (row := _row(line)) is not None and row[_STEP] <= step
+    ]
+    if kept != lines:
+      write_durably(file, b''.join(kept).decode(errors='replace'))
+
+
+def rows_of_others(workdir: pathlib.Path) -> list[dict[str, float]]:
+  """Returns the rows of the trainer processes other than process 0: the newest row of each step and
+  process. Damaged lines are skipped.
+  """
+  rows: dict[tuple[str, object], dict[str, float]] = {}
+  for file in _files(workdir):
+    for line in file.read_bytes().splitlines():
+      if (row := _row(line)) is not None:
+        rows[file.name, row[_STEP]] = row
+  return [*rows.values()]
+
+
+def _files(workdir: pathlib.Path) -> list[pathlib.Path]:
+  return sorted(workdir.glob('goodput-*.jsonl'))
+
+
+def _row(line: bytes) -> dict[str, float] | None:
+  """Returns the row of a line, or None if the line is damaged."""
+  try:
+    row = json.loads(line)
+    return row if isinstance(row[_STEP], int) else None
+  except (ValueError, TypeError, KeyError):
+    return None

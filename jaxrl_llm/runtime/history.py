@@ -1,12 +1,12 @@
 """history.jsonl: the configurations under which a run made its steps, and the run it branched from.
 
-Each line is an entry: a configuration, the first step that it was used for, and its differences
-from the previous entry's configuration. Steps are counted from 1. A configuration stays in force
-until the next entry's first step.
+Each line is an entry: a configuration with the numbers of devices and processes, the first step
+that it was used for, and its differences from the previous entry. Steps are counted from 1. A
+configuration stays in force until the next entry's first step.
 
 Invariant: the entries describe the steps that the run has now. If a run is resumed from a commit,
 entries of steps that the commit does not contain are replaced by the configuration with which the
-run goes on.
+run continues.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.core.disk import write_durably
@@ -30,10 +30,10 @@ damaged.
 
 
 class Change(NamedTuple):
-  """A value of the configuration that changed."""
+  """A value of the configuration that changed, or the number of devices or processes."""
 
   key: str
-  """Dotted key, as in --config.KEY."""
+  """Dotted key, as in --config.KEY; or `devices` or `processes` (`Entry.machine`)."""
   before: Json
   after: Json
 
@@ -68,11 +68,15 @@ class Entry:
   time: float
   """Time at which that attempt began its first step, in seconds since 1970."""
   config: dict[str, Any]
-  """The whole configuration as JSON."""
+  """The complete configuration as JSON."""
   changes: tuple[Change, ...] = ()
-  """Differences from the previous entry's configuration; empty for a new run."""
+  """Differences from the previous entry's configuration and machine; empty for a new run."""
   parent: Parent | None = None
   """Commit from which the run branched at this step; None if the run did not branch here."""
+  machine: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  """Numbers of `devices` and `processes` that made the step. Empty if an earlier version made it,
+  or if the run branched and has not begun.
+  """
 
   def to_json(self) -> dict[str, Json]:
     return {
@@ -81,6 +85,7 @@ class Entry:
       'time': self.time,
       'changes': [list(change) for change in self.changes],
       'parent': None if self.parent is None else dataclasses.asdict(self.parent),
+      'machine': dict(self.machine),
       'config': self.config,
     }
 
@@ -119,6 +124,17 @@ def write(workdir: pathlib.Path, entries: Sequence[Entry]) -> None:
   write_durably(workdir / FILE, ''.join(lines))
 
 
+def machine_changes(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[Change, ...]:
+  """Returns the differences between two machines (`Entry.machine`). Numbers that are not known
+  before are left out.
+  """
+  return tuple(
+    Change(key, before[key], number)
+    for key, number in after.items()
+    if key in before and before[key] != number
+  )
+
+
 def until(entries: Sequence[Entry], commit: int) -> tuple[Entry, ...]:
   """Returns the entries for the steps up to and including the one after the given commit.
 
@@ -129,9 +145,7 @@ def until(entries: Sequence[Entry], commit: int) -> tuple[Entry, ...]:
 
 
 def in_force(entries: Sequence[Entry], step: int) -> Entry | None:
-  """Returns the entry whose configuration was in force at a step; None if there is no such
-  entry.
-  """
+  """Returns the entry whose configuration applied to a step; None if there is no such entry."""
   earlier = until(entries, step - 1)
   return earlier[-1] if earlier else None
 
@@ -147,8 +161,10 @@ def _entry(value: Any) -> Entry:
     parent=None
     if parent is None
     else Parent(run=parent['run'], step=parent['step'], reset=tuple(parent['reset'])),
+    machine=dict(value.get('machine', {})),
   )
   whole = [entry.step, entry.attempt, *([] if parent is None else [parent['step']])]
+  whole += entry.machine.values()
   if not all(type(number) is int for number in whole) or not isinstance(entry.config, dict):
     raise ValueError('wanted whole numbers and a configuration')
   if not 0 <= entry.time < _LATEST:

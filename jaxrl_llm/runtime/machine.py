@@ -25,17 +25,21 @@ def fingerprint() -> dict[str, str | int]:
     'jax': jax.__version__,
     'jaxlib': jaxlib.__version__,
     'platform': jax.devices()[0].device_kind,
-    'devices': jax.device_count(),
-    'processes': jax.process_count(),
+    **size(),
     'NPROC': os.environ.get('NPROC', 'unset'),
     'XLA_FLAGS': os.environ.get('XLA_FLAGS', ''),
   }
 
 
+def size() -> dict[str, int]:
+  """Returns the numbers of devices and processes of the job."""
+  return {'devices': jax.device_count(), 'processes': jax.process_count()}
+
+
 def changes(before: Mapping[str, str | int]) -> str:
   """Describes how the current environment differs from a saved `fingerprint`.
 
-  Returns an empty text if nothing differs.
+  Returns an empty string if nothing differs.
 
   Args:
     before: the saved fingerprint.

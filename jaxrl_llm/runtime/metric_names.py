@@ -1,20 +1,20 @@
 """Readable names and units of metrics, for charts and tables.
 
-`runtime.metrics.METRICS` describes how to interpret each metric; this module names it. The unit of
-a metric also determines which values are mere rounding errors, so that charts do not draw rounding
-errors as if they were a curve.
+`runtime.metric_descriptions.METRICS` describes how to interpret each metric; this module names it.
+The unit of a metric also determines which values are mere rounding errors, so that charts do not
+draw rounding errors as if they were a curve.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxrl_llm.runtime.metrics import METRICS, documented
+from jaxrl_llm.runtime.metric_descriptions import METRICS, documented
 
 _NATS, _SHARE, _S, _TOKENS, _LOSS = 'nats per token', 'share', 'seconds', 'tokens', 'loss'
 
 NOISE = {_NATS: 1e-6, 'nats': 1e-6, _LOSS: 1e-6, 'advantage': 1e-6, 'χ²': 1e-6}
-"""Absolute value up to which a measured value is mere rounding error in float32, keyed by unit."""
+"""Absolute value, keyed by unit, up to which a measured float32 value is rounding error."""
 
 
 class Label(NamedTuple):
@@ -93,6 +93,7 @@ LABELS: dict[str, Label] = {
   'prompt_length/max': Label('Longest prompt', _TOKENS),
   'prompt_length/min': Label('Shortest prompt', _TOKENS),
   'num_turns/mean': Label('Turns of a sample', 'turns'),
+  'num_steps/mean': Label('Steps of a trajectory', 'steps'),
   'rollout_corr/kl': Label('KL from sampler to trainer', _NATS),
   'rollout_corr/k3_kl': Label('KL from sampler to trainer (k3)', _NATS),
   'rollout_corr/training_ppl': Label("Trainer's perplexity", 'perplexity'),
@@ -116,16 +117,23 @@ LABELS: dict[str, Label] = {
   'timing_s/update_actor': Label('policy update', _S),
   'timing_s/update_critic': Label("critic's update", _S),
   'timing_s/update_weights': Label('publishing', _S),
-  'timing_s/save_checkpoint': Label('checkpoint', _S),
+  'timing_s/save_checkpoint': Label('commit, blocking', _S),
   'timing_s/testing': Label('evaluation', _S),
   'timing_s/step': Label('Time of a step', _S),
   'timing_s/<phase>': Label('Time of <phase>', _S),
   'timing_per_token_ms/<phase>': Label('Time per token of <phase>', 'ms per token'),
   'goodput/seconds/trainer/<class>': Label('trainer, <class>', _S),
   'goodput/seconds/servers/<class>': Label('servers, <class>', _S),
+  'goodput/seconds/explorers/<class>': Label('explorers, <class>', _S),
+  'goodput/seconds/scorers/<class>': Label('scorer workers, <class>', _S),
+  'goodput/wall_s/<processes>': Label('Existence of <processes>', _S),
+  'goodput/tokens/generated': Label('Generated tokens', _TOKENS),
   'goodput/tokens/sampled': Label('Sampled tokens', _TOKENS),
   'goodput/tokens/trained': Label('Sampled tokens, trained', _TOKENS),
   'goodput/tokens/dropped': Label('Sampled tokens, dropped', _TOKENS),
+  'goodput/tokens/discarded': Label('Sampled tokens, discarded', _TOKENS),
+  'goodput/tokens/partial': Label('Sampled tokens, of partial groups', _TOKENS),
+  'goodput/tokens/open': Label('Sampled tokens, in progress', _TOKENS),
   'goodput/tokens/waiting': Label('Sampled tokens, waiting', _TOKENS),
   'goodput/tokens/evaluated': Label('Tokens of evaluations', _TOKENS),
   'perf/total_num_tokens': Label('Tokens of the batch', _TOKENS),
@@ -137,12 +145,17 @@ LABELS: dict[str, Label] = {
   'perf/publish_write_s': Label('Writing the weights', _S),
   'perf/publish_pause_s': Label('Pause of sampling', _S),
   'perf/publish_bytes': Label('Published weights', 'bytes'),
+  'perf/publish_changed_fraction': Label('Changed elements', _SHARE),
   'perf/packing_utilisation': Label('Packed positions in use', _SHARE),
+  'perf/shared_tokens_ratio': Label('Tokens of shared prefixes', _SHARE),
   'perf/compilations': Label('Compiled programs', 'programs'),
   'perf/heartbeat_max_s': Label('Longest block of the event loop', _S),
   'perf/max_memory_allocated_gb': Label('Peak device memory', 'GB'),
   'perf/cpu_memory_used_gb': Label('Memory of the trainer', 'GB'),
+  'perf/memory_<phase>_bytes': Label('Device memory in phase <phase>', 'bytes'),
+  'perf/memory_moved_bytes': Label('Memory moved between phases', 'bytes'),
   'perf/open_descriptors': Label('Open files and sockets', 'files'),
+  'perf/checkpoint_write_s': Label('Writing of a commit', 's'),
   'perf/disk_free_gb': Label('Free disk space', 'GB'),
   'run/mismatch_over_budget': Label('Mismatch over budget', '0 or 1'),
   'run/skipped_updates': Label('Skipped updates', 'updates'),
@@ -153,6 +166,7 @@ LABELS: dict[str, Label] = {
   'val-core/<taskset>/acc/greedy/stderr': Label('<taskset>: its standard error', _SHARE),
   'val-core/<taskset>/acc/mean@<k>': Label('<taskset>: mean@<k>', _SHARE),
   'val-core/<taskset>/acc/mean@<k>/stderr': Label('<taskset>: its standard error', _SHARE),
+  'val-core/<taskset>/acc/maj@<k>': Label('<taskset>: maj@<k>', _SHARE),
   'val-core/<taskset>/acc/pass@<k>': Label('<taskset>: pass@<k>', _SHARE),
   'val-core/<preferences>/rewards/accuracies': Label('<preferences>: pairs won', _SHARE),
   'val-core/<preferences>/entropy': Label('<preferences>: entropy', _NATS),
@@ -190,7 +204,7 @@ def document() -> str:
     'verl has one. A value that is NaN or infinite is written as `null`, with `<key>/nonfinite` '
     'beside it. The report calls',
     'a metric by its name here, and shows the key beside it.',
-    'Written by `python docs/generate.py` from `jaxrl_llm/runtime/metrics.py` and '
+    'Written by `python docs/generate.py` from `jaxrl_llm/runtime/metric_descriptions.py` and '
     '`metric_names.py`.',
     '',
     '| key | name | how to read it |',

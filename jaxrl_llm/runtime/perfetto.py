@@ -52,7 +52,7 @@ def write(workdir: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.
 def trace(spans: list[Span]) -> list[Row]:
   """Converts the spans of a timeline to trace events.
 
-  Times are in microseconds since the start of the earliest span.
+  Times are in microseconds from the start of the earliest span.
   """
   zero = min((span.start for span in spans), default=0.0)
   threads: dict[tuple[int, str], int] = {}

@@ -50,9 +50,9 @@ _WINDOW = 20
 
 
 class ProgressDisplay:
-  """Shows the steps of a run.
+  """Displays the steps of a run.
 
-  It is a context manager, inside whose block `step` and `note` are called.
+  It is a context manager; call `step` and `note` inside its block.
   """
 
   def __init__(

@@ -24,8 +24,8 @@ from jaxrl_llm.runtime import (
   events,
   goodput,
   history,
+  metric_descriptions,
   metric_names,
-  metrics,
   timeline,
   transcripts,
   writers,
@@ -34,8 +34,8 @@ from jaxrl_llm.runtime.transcripts import is_number, short
 
 ASSETS = pathlib.Path(__file__).parent / 'report'
 SCRIPTS = (
-  *('dom.js', 'export.js', 'charts.js', 'rollouts.js', 'distributions.js', 'mismatch.js'),
-  *('timeline.js', 'page.js'),
+  *('dom.js', 'export.js', 'charts.js', 'distributions.js', 'mismatch.js', 'timeline.js'),
+  *('tokens.js', 'episodes.js', 'rollouts.js', 'page.js'),
 )
 
 MAX_POINTS = 2000
@@ -64,9 +64,12 @@ def build(workdir: pathlib.Path | str, target: pathlib.Path | str | None = None)
 
 
 def write(path: pathlib.Path, text: str) -> None:
-  """Writes a page to `path`. An existing file is replaced atomically."""
+  """Writes a page to `path`. An existing file is replaced atomically.
+
+  Lone surrogates, which UTF-8 cannot encode, become `?`.
+  """
   temporary = path.with_name(path.name + '.tmp')
-  temporary.write_text(text, encoding='utf-8')
+  temporary.write_text(text, encoding='utf-8', errors='replace')
   temporary.replace(path)
 
 
@@ -128,10 +131,10 @@ def payload(workdir: pathlib.Path) -> Row:
     'name': workdir.resolve().name,
     'subtitle': ' → '.join(f'{s["name"]} {s["steps"]:,} steps' for s in stages),
     'stages': stages,
-    'summary': _summary(rows, stages),
-    'warnings': [*_warnings(rows, unreadable), *unknown],
+    'summary': _summary(rows, stages, goodput.rows_of_others(workdir)),
+    'warnings': [*_warnings(rows, unreadable), *_gap(messages), *unknown],
     'series': series,
-    'descriptions': {key: text for key in series if (text := metrics.describe(key))},
+    'descriptions': {key: text for key in series if (text := metric_descriptions.describe(key))},
     'labels': labels(series),
     'evaluations': _evaluations(rows, stages),
     'answers': answers,
@@ -142,6 +145,19 @@ def payload(workdir: pathlib.Path) -> Row:
     'history': changes,
     'config': _config(workdir / 'config.json'),
   }
+
+
+def _gap(messages: timeline.Timeline) -> list[str]:
+  """Returns a warning if messages are missing in the middle of events.jsonl, otherwise an empty
+  list.
+  """
+  if not messages.missing:
+    return []
+  count = f'{messages.missing:,} {"message is" if messages.missing == 1 else "messages are"}'
+  return [
+    f'{count} missing in {events.FILE}, first in {messages.gap}: the timeline and idle shares of '
+    'the steps there are incomplete.'
+  ]
 
 
 def labels(keys: Iterable[str]) -> dict[str, Row]:
@@ -295,10 +311,13 @@ def _evaluations(rows: list[Row], stages: list[Row]) -> Row:
   }
 
 
-def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
+def _summary(rows: list[Row], stages: list[Row], others: list[Row]) -> list[Row]:
   """Returns the tiles at the top of the page: accuracies, rewards, losses, time, tokens and steps.
 
   An accuracy, reward or loss is shown with its first and last values.
+
+  Args:
+    others: seconds of the trainer processes other than process 0.
   """
   tiles = []
   accuracies = [
@@ -346,14 +365,14 @@ def _summary(rows: list[Row], stages: list[Row]) -> list[Row]:
       'detail': detail,
     }
   )
-  for process, label, useful in (
-    ('trainer', 'Goodput of the trainer', ('train', 'generate')),
-    ('servers', 'Goodput of the servers', ('generate',)),
-  ):
-    if shares := goodput.shares(rows, process):
+  for kind, useful in goodput.KINDS.items():
+    if shares := goodput.shares([*rows, *others], kind):
       value = sum(shares.get(name, 0.0) for name in useful)
-      detail = ', '.join(f'{name} {share:.0%}' for name, share in shares.items() if share >= 0.005)
-      tiles.append({'label': label, 'value': f'{value:.0%}', 'detail': detail})
+      parts = [f'{name} {share:.0%}' for name, share in shares.items() if share >= 0.005]
+      if abs(missing := 1 - sum(shares.values())) >= 0.005:
+        parts.append(f'not measured {missing:.0%}')
+      label = f'Goodput of the {kind}'
+      tiles.append({'label': label, 'value': f'{value:.0%}', 'detail': ', '.join(parts)})
   detail = f'{sum(tokens):,.0f} tokens in the batches' if tokens else ''
   tiles.append(
     {'label': 'Steps', 'value': f'{sum(s["steps"] for s in stages):,}', 'detail': detail}

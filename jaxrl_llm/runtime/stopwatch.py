@@ -4,25 +4,63 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+
+class OwnSeconds(NamedTuple):
+  """Seconds of a part of a step, excluding the parts nested inside it."""
+
+  alone: float
+  """Seconds in which this process's engine did not sample."""
+  beside: float
+  """Seconds in which this process's engine sampled at the same time."""
 
 
 class Stopwatch:
-  """Adds up the seconds of each named part of a step, such as `adv` or `update_actor`."""
+  """Adds up the seconds of each named part of a step, such as `adv` or `update_actor`.
 
-  def __init__(self):
+  Parts may contain others. They belong to one task, so they are closed in reverse order.
+
+  Attributes:
+    sampled_s: function that returns the total seconds during which the engine of this process has
+      sampled so far.
+  """
+
+  def __init__(self, now: Callable[[], float] = time.perf_counter):
+    self.sampled_s: Callable[[], float] = lambda: 0.0
+    self._now = now
     self._seconds: dict[str, float] = {}
+    self._own: dict[str, OwnSeconds] = {}
+    self._inside: list[OwnSeconds] = []
+    """For each open part, the seconds of the closed parts nested inside it."""
 
   @contextlib.contextmanager
   def timed(self, name: str) -> Iterator[None]:
     """Adds the duration of the block to the seconds of part `name`."""
-    start = time.perf_counter()
+    start, sampled = self._now(), self.sampled_s()
+    self._inside.append(OwnSeconds(0.0, 0.0))
     try:
       yield
     finally:
-      self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+      seconds, inside = self._now() - start, self._inside.pop()
+      beside = min(seconds, self.sampled_s() - sampled)
+      self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+      own = self._own.get(name, OwnSeconds(0.0, 0.0))
+      self._own[name] = _sum(own, seconds - beside - inside.alone, beside - inside.beside)
+      if self._inside:
+        self._inside[-1] = _sum(self._inside[-1], seconds - beside, beside)
 
   def take(self) -> dict[str, float]:
     """Returns the seconds since the last call, keyed by name."""
     seconds, self._seconds = self._seconds, {}
     return seconds
+
+  def take_own(self) -> dict[str, OwnSeconds]:
+    """Returns the seconds of each part without the parts inside it, since the last call."""
+    own, self._own = self._own, {}
+    return own
+
+
+def _sum(seconds: OwnSeconds, alone: float, beside: float) -> OwnSeconds:
+  return OwnSeconds(seconds.alone + alone, seconds.beside + beside)

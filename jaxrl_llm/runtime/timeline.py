@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.runtime.events import EDGES, Edge, read
 
-BUSY = {'trainer': {Edge.TRAINING_DATA, Edge.COMMIT}, 'rollout': {Edge.ROLLOUT, Edge.SUITE}}
-"""Types of exchanges during which a role is busy, keyed by role. Otherwise the role is idle."""
+BUSY = {'trainer': {Edge.TRAINING_DATA}, 'rollout': {Edge.ROLLOUT, Edge.SUITE}}
+"""Types of exchanges during which a role is busy, keyed by role. At other times, the role is
+idle.
+"""
 LANES = (
   'trainer',
   'rollout',
@@ -28,6 +30,7 @@ LANES = (
   'auxiliary models',
   'replay buffer',
   'weights',
+  'memory',
   'taskset',
   'checkpoints',
 )
@@ -83,27 +86,44 @@ class Timeline:
   steps: list[Step]
   unreadable: int
   """Number of lines that are not valid events or are replies to unknown requests."""
+  missing: int = 0
+  """Number of missing messages after the first one that was read, computed from the event
+  numbers.
+  """
+  gap: str = ''
+  """Position of the first gap: its attempt, and the number of the last message before it."""
   cut: bool = False
-  """Whether the beginning of the log was not read."""
+  """Whether the log begins in the middle of an attempt, because earlier messages were not read or
+  have been deleted.
+  """
 
 
 def load(path: pathlib.Path, limit: int | None = None) -> Timeline:
   """Loads the timeline from an events.jsonl. It is empty if the file does not exist.
 
   Args:
-    limit: maximum number of bytes to read, from the end of the file. If None, the whole file is
-      read.
+    limit: maximum number of bytes to read, from the end of the log. If None, all of it is read.
   """
-  cut = limit is not None and path.is_file() and path.stat().st_size > limit
+  cut = False
   spans: list[Span] = []
   asked: dict[tuple[int, int], int] = {}
   begun: dict[int, float] = {}
   ended: dict[int, float] = {}
-  unreadable = 0
+  latest: dict[int, int] = {}
+  """Id of the latest event of each attempt, keyed by attempt."""
+  unreadable, missing, skipped, gap = 0, 0, 0, ''
   for event in read(path, limit) if path.is_file() else ():
     if event is None:
-      unreadable += 1
+      unreadable, skipped = unreadable + 1, skipped + 1
       continue
+    if not begun:
+      cut = event.id != 0  # The events of each attempt are numbered from 0.
+      latest[event.attempt] = event.id - 1
+    before = latest.get(event.attempt, -1)
+    if (gone := event.id - before - 1 - skipped) > 0:
+      gap = gap or f'attempt {event.attempt}, after message {before}'
+      missing += gone
+    latest[event.attempt], skipped = max(before, event.id), 0
     begun.setdefault(event.attempt, event.t)
     ended[event.attempt] = event.t
     if event.of is None:
@@ -113,7 +133,7 @@ def load(path: pathlib.Path, limit: int | None = None) -> Timeline:
         Span(event.edge, event.attempt, event.step, event.id, None, event.t, event.t, event.fields)
       )
     elif (place := asked.pop((event.attempt, event.of), None)) is None:
-      unreadable += not cut  # Its request may be in the part that is not read.
+      unreadable += not (cut or missing)  # The request may be in the missing part.
     else:
       span = spans[place]
       spans[place] = span._replace(
@@ -123,8 +143,8 @@ def load(path: pathlib.Path, limit: int | None = None) -> Timeline:
     spans[place] = spans[place]._replace(end=ended[spans[place].attempt])
   spans.sort(key=lambda span: (span.attempt, span.start))
   steps = _steps(spans, begun)
-  # If the beginning of the log was not read, drop the first step, which is incomplete.
-  return Timeline(spans, steps[1:] if cut else steps, unreadable, cut)
+  # If the beginning of the attempt is missing, drop its first step, which is incomplete.
+  return Timeline(spans, steps[1:] if cut else steps, unreadable, missing, gap, cut)
 
 
 def _steps(spans: Sequence[Span], begun: Mapping[int, float]) -> list[Step]:
@@ -178,10 +198,10 @@ def _share(busy: Sequence[tuple[float, float]], start: float, end: float) -> flo
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-  """Returns, for each span, the number of the row in its lane in which it is drawn.
+  """Returns the index of the row in which each span is drawn within its lane.
 
-  Each attempt has rows of its own. A span gets the first row of its lane that is free at its start,
-  so that the spans of a row never overlap.
+  Each attempt has separate rows. A span gets the first row of its lane that is free at its start,
+  so the spans of a row never overlap.
 
   Args:
     spans: spans, sorted like `Timeline.spans`.

@@ -12,7 +12,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.runtime import writers
@@ -131,7 +131,7 @@ def _chosen(files: list[File], budget: int) -> tuple[list[File], float]:
 def _leading_groups(path: pathlib.Path, limit: float) -> Iterator[Row | None]:
   """Yields the rows of a rollouts file, with None for each invalid line.
 
-  When more than `limit` bytes have been read, it stops at the end of the current group.
+  After more than `limit` bytes, it stops at the end of the current group.
   """
   size, last = 0, None
   with path.open('rb') as file:
@@ -168,9 +168,16 @@ def rollouts(
   files = _files(workdir / writers.ROLLOUTS_DIR, stages)
   chosen, limit = _chosen(files, ROLLOUT_BYTES if budget is None else budget)
   tokens, scores, groups, tasks = _Indices(), _Indices(), _Indices(), {}
-  rows, corrupt = [], 0
+  contexts, episodes = _Indices(), _Indices()
+  rows, corrupt, samples = [], 0, {}
   for stage, step, path in chosen:
+    texts: dict[str, str] = {}
+    """Text of each prompt that the file contains, keyed by the uid of its row."""
     for row in _leading_groups(path, limit):
+      try:
+        row = None if row is None else writers.unpacked(row)
+      except ValueError:
+        row = None
       compact = None if row is None else _compact(row, tokens, scores)
       if compact is None:
         corrupt += 1
@@ -179,17 +186,28 @@ def rollouts(
       kind = (row.get('taskset'), row.get('domain'))
       place = tasks.setdefault(task, (len(tasks), row.get('truth'), *kind))[0]
       group = groups.place((stage, step, _text(row.get('group_id')), place))
+      count = row.get('step_samples')
+      if isinstance(count, int):
+        samples[stage, step] = count
+      episode = episodes.place((group, _text(row.get('trajectory_id', row.get('uid')))))
       where = {'s': stage, 'p': step, 'x': step + stages[stage]['offset'], 'k': place, 'g': group}
-      rows.append({**where, **compact})
+      if isinstance(text := row.get('context'), str):
+        texts[_text(row.get('uid'))] = text
+      else:
+        text = texts.get(_text(row.get('context_of')))
+      if text is not None:
+        where['o'] = contexts.place(text)
+      rows.append({**where, 'e': episode, **compact})
   return {
     'tokens': list(tokens),
+    'contexts': list(contexts),
     'scores': [json.loads(score) for score in scores],
     'tasks': [
       {'id': i, 'prompt': p, 'truth': t, 'taskset': s, 'domain': d}
       for (i, p), (_, t, s, d) in tasks.items()
     ],
     'rows': rows,
-    'shown': _shown(len(rows), len(chosen), len(files), limit),
+    'shown': _shown(len(rows), len(chosen), len(files), limit) + _sampled(samples),
   }, corrupt
 
 
@@ -201,6 +219,21 @@ def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
   return (
     f'{rows:,} rollouts: {extent} of {chosen:,} steps out of {files:,} ({spacing}). All of them '
     'are in rollouts/.'
+  )
+
+
+def _sampled(samples: Mapping[Any, int]) -> str:
+  """Returns the page's note about steps of which only some samples were transcribed. The note is
+  empty if there are no such steps.
+
+  Args:
+    samples: number of samples of each such step.
+  """
+  if not samples:
+    return ''
+  return (
+    f' The files of {len(samples):,} of these steps hold some groups of their '
+    f'{sum(samples.values()):,} samples (logging.transcript_tokens).'
   )
 
 
@@ -235,6 +268,13 @@ def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:
     'a': None if advantages is None else [short(v, 4) for v in advantages],
     'b': None if sampler is None else [short(v, 5) for v in sampler],
   }
+  try:
+    compact |= _turns(row, len(texts))
+  except (TypeError, ValueError):
+    return None
+  step, steps = row.get('step_index'), row.get('steps')
+  if is_number(step) and is_number(steps) and steps > 1:
+    compact['i'] = f'{step + 1} of {steps}'
   if advantages and len(set(advantages)) == 1:
     compact['a'] = compact['a'][0]
   if sampler is not None and trainer is not None:
@@ -244,3 +284,47 @@ def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:
   if completion != ''.join(texts):
     compact['q'] = completion
   return compact
+
+
+def _turns(row: Row, length: int) -> Row:
+  """Returns the turns of a rollout in the page's compact form, with three keys. `w` lists [whether
+  the turn is an observation, its end, its text if its tokens do not spell the text] for each turn.
+  `h` lists the rewards of the policy's turns. `l` lists [start, end, step of the version] for the
+  tokens of each version.
+
+  Args:
+    length: number of tokens of the rollout.
+
+  Raises:
+    TypeError, ValueError: a value is invalid.
+  """
+  compact: Row = {}
+  if row.get('turns') is not None:
+    compact['w'], at = [], 0
+    for kind, start, end, *text in row['turns']:
+      if start != at or kind not in ('policy', 'observation') or not all(map(_is_text, text)):
+        raise ValueError(kind)
+      at = _place(end, start + 1, length)
+      compact['w'].append([int(kind == 'observation'), at, *text[:1]])
+    if at != length:
+      raise ValueError(at)
+  if row.get('turn_rewards') is not None:
+    if not all(map(is_number, row['turn_rewards'])):
+      raise ValueError(row['turn_rewards'])
+    compact['h'] = [short(value, 5) for value in row['turn_rewards']]
+  if row.get('versions') is not None:
+    compact['l'] = [
+      [_place(start, 0, length), _place(end, start, length), _place(step, -math.inf, math.inf)]
+      for start, end, step in row['versions']
+    ]
+  return compact
+
+
+def _place(value: Any, low: float, high: float) -> int:
+  if not isinstance(value, int) or not low <= value <= high:
+    raise ValueError(value)
+  return value
+
+
+def _is_text(value: Any) -> bool:
+  return isinstance(value, str)

@@ -1,33 +1,40 @@
 """The logs of a run: metrics.jsonl, rollouts/ and evals/.
 
-Invariant: the logs of a resumed run equal those of an uninterrupted run. At a resume, metrics.jsonl
-is truncated to the length in bytes that the commit recorded. Each rollouts or evals file belongs to
-one step and is replaced atomically. Files of steps after the commit are removed. `runtime.log`
-copies the rows of metrics.jsonl to other places.
+Invariant: the logs of a resumed run equal those of an uninterrupted run. When a run is resumed,
+metrics.jsonl is truncated to the length in bytes that the commit recorded. Each rollouts or evals
+file belongs to one step and is replaced atomically. Files of steps after the commit are removed.
+`runtime.log` copies the rows of metrics.jsonl to other places.
 
 The logs are always valid JSON. In metrics.jsonl, a value that is NaN or infinite is written as
 null, and the additional key `<key>/nonfinite` contains 'nan', 'inf' or '-inf'. In rollouts and
-evals, such a value is just null. Arrays in rollouts and evals are rounded to 8 decimals, which is
-finer than the precision of float32 near 1.
+evals, such a value is just null. Lists in rollouts and evals are rounded to 8 decimals, which is
+finer than the precision of float32 near 1; long arrays in rollouts are packed (see `packed`).
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
 import pathlib
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from jaxtyping import Shaped
 
 from jaxrl_llm.core.errors import RunError, UserError
 
 METRICS_FILE = 'metrics.jsonl'
 ROLLOUTS_DIR = 'rollouts'
 EVALS_DIR = 'evals'
+_LISTED = 256
+"""Maximum number of tokens of a rollout whose arrays are written as JSON lists."""
+_MAX_TOKENS = 1 << 21
+"""Maximum number of values in a packed array that can be read."""
 STAGE, STEP = 'stage', 'training/global_step'
 
 
@@ -136,14 +143,16 @@ def _check_offset(path: pathlib.Path, offset: int) -> None:
 class RolloutsWriter:
   """Writes `rollouts/<stage>/<step:06d>.jsonl`.
 
-  There is one file for each step, with one row for each sample that the step trained on.
+  There is one file for each step, with one row for each sample that the step trained on and that
+  is transcribed (see `LoggingConfig.transcript_tokens`).
   """
 
   def __init__(self, workdir: pathlib.Path | str):
     self.directory = pathlib.Path(workdir) / ROLLOUTS_DIR
 
   def write(self, stage: str, step: int, rows: Iterable[Mapping[str, Any]]) -> pathlib.Path:
-    return write_rows(self.directory / file_name(stage) / f'{step:06d}.jsonl', rows)
+    path = self.directory / file_name(stage) / f'{step:06d}.jsonl'
+    return write_rows(path, map(packed, rows))
 
   def discard_later(self, last_steps: Mapping[str, int]) -> int:
     """Removes the files of steps that are not committed, and returns the number of removed files.
@@ -153,6 +162,63 @@ class RolloutsWriter:
         removed.
     """
     return _discard_later(self.directory, last_steps)
+
+
+def packed(row: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a rollout's row in the form in which it is written. Arrays of more than `_LISTED`
+  tokens become base64 of compressed int32 or float32 values, and their `tokens` become a table
+  `token_texts` from token id to text. Other rows are returned unchanged, so that people can read
+  them.
+  """
+  ids = row.get('token_ids')
+  if not isinstance(ids, np.ndarray) or len(ids) <= _LISTED:
+    return dict(row)
+  arrays = {name: _pack(value) for name, value in row.items() if isinstance(value, np.ndarray)}
+  texts = {'token_texts': dict(zip(ids.tolist(), row['tokens']))}
+  return {**{name: value for name, value in row.items() if name != 'tokens'}, **arrays, **texts}
+
+
+def _pack(values: Shaped[np.ndarray, 'tokens']) -> dict[str, str]:
+  dtype = '<f4' if np.issubdtype(values.dtype, np.floating) else '<i4'
+  data = zlib.compress(values.astype(dtype).tobytes(), 1)
+  return {'dtype': dtype, 'zlib': base64.b64encode(data).decode()}
+
+
+def unpacked(row: dict[str, Any]) -> dict[str, Any]:
+  """Returns a row of a rollouts file in which each array is a list and `tokens` is restored.
+  Non-finite values become None. A row that contains lists, as in earlier versions, is returned
+  unchanged.
+
+  Raises ValueError if an array cannot be read, or if it has more than `_MAX_TOKENS` values.
+  """
+  arrays = {
+    name: _unpack(value)
+    for name, value in row.items()
+    if isinstance(value, dict) and value.keys() == {'dtype', 'zlib'}
+  }
+  texts = row.get('token_texts')
+  if not arrays or not isinstance(texts, dict):
+    return row
+  row = {name: value for name, value in row.items() if name != 'token_texts'}
+  tokens = [texts.get(str(token), '') for token in arrays.get('token_ids', ())]
+  return {**row, **arrays, 'tokens': tokens}
+
+
+def _unpack(value: Mapping[str, Any]) -> list[int | float | None]:
+  if value['dtype'] not in ('<f4', '<i4'):
+    raise ValueError(f'array has dtype {value["dtype"]!r}, wanted <f4 or <i4')
+  try:
+    decompress = zlib.decompressobj()
+    data = decompress.decompress(base64.b64decode(value['zlib'], validate=True), 4 * _MAX_TOKENS)
+    array = np.frombuffer(data, value['dtype'])
+  except (zlib.error, TypeError, ValueError) as error:
+    raise ValueError(f'array cannot be read: {error}') from None
+  if not decompress.eof:
+    raise ValueError(f'array is cut off, or has more than {_MAX_TOKENS:,} values')
+  if value['dtype'] == '<i4':
+    return array.tolist()
+  listed = array.astype(np.float64).tolist()
+  return [x if math.isfinite(x) else None for x in listed]
 
 
 class EvalsWriter:

@@ -35,7 +35,7 @@ from jaxrl_llm.tasks.rendering import Rendered
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _ALL = ((0, None),)
-"""List of one range, which contains all tokens of a row."""
+"""List with a single range that contains all tokens of a row."""
 _SEQUENCES = ('corrupt', 'too_long', 'truncated', 'without_loss', 'sequences')
 
 
@@ -151,8 +151,8 @@ def example_tokens(
 
 
 def _encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-  """Encodes a text with the end token behind it, unless the text already ends with that token (as
-  in TRL).
+  """Encodes a text followed by the end token, unless the text already ends with that token (as in
+  TRL).
   """
   end = '' if text.endswith(tokenizer.eos_token) else tokenizer.eos_token
   return tokenizer.encode(text + end, add_special_tokens=True)

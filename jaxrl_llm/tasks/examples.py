@@ -60,23 +60,23 @@ class ExamplesConfig:
   messages_key: str = 'messages'
   """Name of the column with the conversations."""
   prompt: str | None = None
-  """Template of a user message, which makes a conversation of a row of another form. `completion`
-  is the template of the answer. Templates are Python format strings over the row's fields (see
-  `tasks.templates`).
+  """Template of a user message. Together with `completion`, the template of the answer, it turns a
+  row of another form into a conversation. Templates are Python format strings over the row's fields
+  (see `tasks.templates`).
   """
   completion: str | None = None
   """Template of the assistant's answer to `prompt`."""
   text: str | None = None
   """Template of a text, for rows of another form."""
   system: str | None = None
-  """System message of all conversations. If None, a conversation keeps its own."""
+  """System message of all conversations. If None, conversations keep their own system messages."""
   chat_template: str | None = None
   """File with a Jinja chat template for these conversations, for example one that marks the
   assistant's turns with `{% generation %}`. If None, the tokenizer's template is used.
   """
   loss_on: LossOn = 'answers'
   """Tokens in the loss. 'answers': the assistant's turns, completions and texts, as described
-  above. 'completions': only completions, and all tokens of other rows. 'all': all tokens.
+  above. 'completions': a row's completion, or all tokens if it has none. 'all': all tokens.
   """
   deduplicate: Literal['none', 'rows', 'prompts'] = 'none'
   """Rows that are dropped as duplicates: 'none', those equal to an earlier row ('rows'), or those
@@ -131,7 +131,7 @@ class Conversation:
   tools: tuple[Json, ...] | None = None
   """Descriptions of the available tools, as JSON schemas; None if there are no tools."""
   variables: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  """Further variables for the chat template, such as `enable_thinking`."""
+  """Additional variables for the chat template, such as `enable_thinking`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-  """A text of which all tokens are learned, without a prompt."""
+  """A text without a prompt, all of whose tokens are learned."""
 
   text: str
 
@@ -229,9 +229,7 @@ def example_texts(examples: ExampleSet) -> Iterator[str]:
 
 
 def _fate(example: Example, config: ExamplesConfig, seen: set[str]) -> str:
-  """Returns the fate of an example: 'kept', 'duplicate' or 'other_split'. Adds the example's key to
-  `seen`.
-  """
+  """Returns 'kept', 'duplicate' or 'other_split' for an example, and adds its key to `seen`."""
   if config.deduplicate != 'none':
     key = example.digest if config.deduplicate == 'prompts' else _content_digest(example.content)
     if key in seen:

@@ -52,14 +52,15 @@ def chat_messages(name: str, value: list[Json]) -> list[ChatMessage]:
     ValueError: a message has an unknown role or content that is not text, or a message of the
       assistant has neither content nor tool calls.
   """
-  return [_chat_message(f'{name}[{i}]', item) for i, item in enumerate(value)]
+  return [chat_message(f'{name}[{i}]', item) for i, item in enumerate(value)]
 
 
 def roles(messages: Sequence[ChatMessage]) -> list[str]:
   return [str(message['role']) for message in messages]
 
 
-def _chat_message(where: str, item: Json) -> ChatMessage:
+def chat_message(where: str, item: Json) -> ChatMessage:
+  """Returns one message as `chat_messages` does; `where` is its place, for the error message."""
   if not isinstance(item, Mapping):
     raise ValueError(f'{where} is {_shown(item)}, wanted a message {{role, content}}')
   message = {key: value for key, value in item.items() if value is not None}

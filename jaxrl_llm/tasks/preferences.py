@@ -179,8 +179,8 @@ def pairs_of_tasks(
   count: int | None = None,
   name: str | None = None,
 ) -> Preferences:
-  """Creates preference pairs from templates: a right and a wrong answer to each of the first
-  `count` tasks, or to all tasks if `count` is None.
+  """Creates preference pairs from templates, with a right and a wrong answer for each of the first
+  `count` tasks. If `count` is None, all tasks are used.
 
   The choice among the `rejected` templates depends only on the seed and the task's prompt. Tasks
   whose two answers are equal are left out and counted as `identical`. A pair's group is its prompt.
@@ -276,8 +276,8 @@ def _check_group(
 
 
 def _fate(pair: Pair, config: PreferencesConfig, seen: set[str]) -> str:
-  """Returns the fate of a pair: 'kept', 'identical', 'duplicate' or 'other_split'. Adds the pair's
-  uid to `seen`.
+  """Returns 'kept', 'identical', 'duplicate' or 'other_split' for a pair, and adds its uid to
+  `seen`.
   """
   if pair.chosen == pair.rejected:
     return 'identical'
@@ -292,8 +292,8 @@ def _fate(pair: Pair, config: PreferencesConfig, seen: set[str]) -> str:
 
 
 def _is_eval(pair: Pair, config: PreferencesConfig) -> bool:
-  # Without `config.group`, the group is the digest of the prompt, by which a taskset with the same
-  # holdout also splits. Hence both hold out the same prompts.
+  # Without `config.group`, the group is the digest of the prompt, which tasksets also use for
+  # splitting. Pairs and tasksets with the same holdout therefore hold out the same prompts.
   digest = pair.group if config.group is None else xxhash.xxh3_128_hexdigest(pair.group.encode())
   if config.fold is None:
     return is_held_out(digest, config.holdout)

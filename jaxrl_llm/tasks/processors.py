@@ -58,7 +58,7 @@ class DedupConfig:
   """
 
   near: bool = True
-  """Whether to drop also tasks that differ from an earlier one only in case, spacing, sentence
+  """Whether to also drop tasks that differ from an earlier one only in case, spacing, sentence
   punctuation or the system message.
   """
 

@@ -37,14 +37,14 @@ class RenderingLimits:
 
   cpu_s: float = 5.0
   memory_bytes: int = 1 << 30
-  """Address space in bytes that the process may use, in addition to that at its start."""
+  """Maximum address space in bytes in addition to that at the start of the process."""
   characters: int = 16 << 20
   """Maximum length of the rendered text in characters."""
   start_s: float = 120.0
   """Wall-clock limit in seconds for the process to start and import its libraries."""
   wall_s: float = 60.0
-  """Wall-clock limit in seconds for a reply. The process is then stopped, whatever CPU time it has
-  used.
+  """Maximum wall-clock time in seconds until a reply. The process is then stopped, regardless of
+  its CPU time.
   """
 
 
@@ -141,7 +141,7 @@ class TemplateProcess:
       self._ask(
         {'template': self._template, **dataclasses.asdict(self._limits)}, self._limits.start_s
       )
-    except (OSError, EOFError) as error:  # TimeoutError is an OSError.
+    except (OSError, EOFError) as error:  # A TimeoutError is an OSError.
       self._stop()
       raise RenderError(
         f'the process that renders it did not start within {self._limits.start_s:g} s '

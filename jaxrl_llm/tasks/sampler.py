@@ -30,8 +30,11 @@ class LaterWeights:
 class SamplerConfig:
   """Order in which a stage draws its tasks."""
 
-  order: Literal['shuffled', 'sequential', 'easy_to_hard', 'prioritised', 'difficulty'] = 'shuffled'
-  """shuffled, sequential, easy_to_hard: each task is drawn once per pass. prioritised: a task's
+  order: Literal[
+    'shuffled', 'sequential', 'easy_to_hard', 'hard_to_easy', 'prioritised', 'difficulty'
+  ] = 'shuffled'
+  """shuffled, sequential, easy_to_hard, hard_to_easy: each task is drawn once per pass, with the
+  last two in ascending or descending order of the row field `hardness`. prioritised: a task's
   weight is 1 − its success rate. difficulty: a task's weight is larger the closer its success rate
   is to `target`.
   """
@@ -42,7 +45,9 @@ class SamplerConfig:
   schedule: tuple[LaterWeights, ...] = ()
   """Weights that replace `weights` in later batches, ordered by their first batch."""
   hardness: str | None = None
-  """For the order `easy_to_hard`: name of the numeric row field with the difficulty of a task."""
+  """For the orders `easy_to_hard` and `hard_to_easy`: name of the row field whose number determines
+  the order, such as a difficulty or a priority.
+  """
   prior: float = 0.5
   """For the order `prioritised`: success rate assumed for a task that was never attempted."""
   newest: float = 0.5
@@ -63,7 +68,7 @@ class SamplerConfig:
   """
 
   def __post_init__(self):
-    if (self.order == 'easy_to_hard') != (self.hardness is not None):
+    if (self.order in ('easy_to_hard', 'hard_to_easy')) != (self.hardness is not None):
       raise UserError(
         f'sampler: order {self.order!r} with hardness {self.hardness!r}; give both or neither'
       )
@@ -74,7 +79,7 @@ class SamplerConfig:
       raise UserError(
         'sampler.floor: 0 would never again draw a task that was solved once; wanted above 0'
       )
-    if not self.temperature >= 0.01:  # Below, all weights may be 0 in floating point.
+    if not self.temperature >= 0.01:  # Below this temperature, all weights may underflow to 0.
       raise UserError(f'sampler.temperature: {self.temperature}, wanted at least 0.01')
     if self.schedule and not self.weights:
       raise UserError('sampler.schedule: scheduled weights need initial ones in sampler.weights')
@@ -102,7 +107,7 @@ class SamplerConfig:
 
 
 class TaskSampler:
-  """Draws tasks from several tasksets, without an end."""
+  """Draws an endless sequence of tasks from several tasksets."""
 
   def __init__(self, tasksets: Sequence[Taskset], config: SamplerConfig, *, seed: int):
     names = [taskset.name for taskset in tasksets]
@@ -115,7 +120,7 @@ class TaskSampler:
     self._config, self._batch = config, 0
     pools = [taskset.tasks for taskset in tasksets] if config.weights else [self._tasks]
     if empty := [name for name, pool in zip(names, pools) if not pool]:
-      raise UserError(f'sampler.weights: taskset {empty[0]} holds no task; remove it')
+      raise UserError(f'sampler.weights: taskset {empty[0]} has no tasks; remove it')
     self._names = names if config.weights else ['']
     self._starts = [sum(map(len, pools[:i])) for i in range(len(pools))]
     # Each pool has its own seed. Otherwise, tasksets of equal size would be drawn in the same
@@ -218,6 +223,10 @@ def _selector(tasks: Sequence[Task], config: SamplerConfig, *, seed: int) -> Sel
     case 'easy_to_hard':
       return Passes(
         sorted(everything, key=lambda i: _hardness(tasks[i], config.hardness)), seed=None
+      )
+    case 'hard_to_easy':
+      return Passes(
+        sorted(everything, key=lambda i: -_hardness(tasks[i], config.hardness)), seed=None
       )
     case 'prioritised':
       estimate = FailureRate(prior=config.prior, newest=config.newest, floor=config.floor)

@@ -299,7 +299,7 @@ def _parsed(where: str, line: bytes) -> SourceRow | Corrupt:
     if not isinstance(fields, dict):
       raise ValueError(f'holds a JSON {type(fields).__name__}, wanted an object')
     return _row(where, fields)
-  except ValueError as error:  # covers UnicodeDecodeError and JSONDecodeError
+  except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors.
     return Corrupt(where=where, reason=str(error))
 
 
@@ -332,7 +332,7 @@ def _parquet_rows(path: pathlib.Path) -> Iterator[SourceRow | Corrupt]:
 def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[SourceRow | Corrupt]:
   where = f'datasets:{target}'
   check_library('datasets', where)
-  import datasets  # imported here because the import takes 2 s
+  import datasets  # Imported here, because the import takes 2 s.
 
   name, _, split = target.partition('#')
   try:
@@ -347,7 +347,8 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[SourceRow
       _check_json(datasets.load_dataset_builder(name, **options))
       loaded = datasets.load_dataset(name, split=split or None, **options)
   except Exception as error:  # A damaged file can make the library raise anything.
-    # DatasetGenerationError only says that there was an error. Its cause names the error.
+    # DatasetGenerationError only reports that an error occurred. Its cause contains the error
+    # itself.
     cause = (
       isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__
     ) or error
@@ -434,8 +435,8 @@ def _loaded_rows(where: str, loaded: Any) -> Iterator[SourceRow | Corrupt]:
 
 
 def _names_files(kind: pyarrow.DataType) -> bool:
-  """Whether a data type contains media that the library `datasets` would decode: images, audio or
-  video.
+  """Returns whether a data type contains media that the library `datasets` would decode: images,
+  audio or video.
   """
   if pyarrow.types.is_struct(kind):
     return {'bytes', 'path'} <= {field.name for field in kind} or any(

@@ -24,6 +24,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.task import Message, Task, is_held_out
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.tasks import sources, templates
+from jaxrl_llm.tasks.code_rows import Form, convert
 from jaxrl_llm.tasks.media import read_media
 from jaxrl_llm.tasks.messages import roles, text_messages
 
@@ -65,11 +66,16 @@ class TasksetConfig:
   """Parameters of the source: the configuration of a reasoning-gym dataset, or arguments of
   `datasets.load_dataset`. A path as source has no options.
   """
+  form: Form | None = None
+  """Public data set whose row format the source uses: 'apps', 'code_contests' or 'livecodebench'.
+  Rows are first converted to rows with `prompt` and `tests` (see `tasks.code_rows`). If None, rows
+  are not converted.
+  """
   domain: str = 'general'
   """Domain of the rows that have no field `ability`."""
   size: int | None = None
-  """For procedural sources, which need it: number of items to generate, duplicates included. For
-  other sources: maximum number of rows.
+  """For a procedural source, the number of items to generate, duplicates included; required. For
+  other sources, the maximum number of rows.
   """
   seed: int = 0
   """Seed of a procedural source. Item i is generated with Random(seed + i), so nearby seeds share
@@ -82,7 +88,7 @@ class TasksetConfig:
   used.
   """
   system: str | None = None
-  """System message of all tasks. If None, a row keeps its own."""
+  """System message of all tasks. If None, rows keep their own system messages."""
   shots: tuple[Shot, ...] = ()
   """Solved examples that each prompt contains as earlier turns of the chat (few-shot prompting).
   They follow the system message.
@@ -284,8 +290,8 @@ def check_disjoint(train: Taskset, evaluation: Taskset) -> None:
 
 
 def _fate(task: Task, config: TasksetConfig, seen: set[str]) -> str:
-  """Returns the fate of a task: 'kept', 'unmatched', 'duplicate' or 'other_split'. Adds the task's
-  digest to `seen`.
+  """Returns 'kept', 'unmatched', 'duplicate' or 'other_split' for a task, and adds its digest to
+  `seen`.
   """
   if config.match is not None and not re.fullmatch(config.match, task.prompt[-1]['content']):
     return 'unmatched'
@@ -311,6 +317,9 @@ def _choice(task: Task, config: DemonstrationsConfig) -> str:
 
 def _task(fields: Mapping[str, Json], config: TasksetConfig) -> Task:
   """Converts the fields of a row to a task. Raises ValueError if that is not possible."""
+  if config.form is not None:
+    fields = convert(fields, config.form)
+    sources.check_text(fields)
   ability = fields.get('ability')
   task = Task(
     taskset=config.name,

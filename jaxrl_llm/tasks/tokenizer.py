@@ -54,6 +54,8 @@ _SCAFFOLD = {'plain': '', 'chatml': 'systemuserassistanttool\n'}
 _GENERATION = 'generation_config.json'
 _FILE_BYTES = 256 << 20
 """Maximum size in bytes of each file of a tokenizer."""
+_LONG = 1024
+"""Number of tokens above which decoding takes long enough to delay other threads."""
 _SUFFIXES = ('.json', '.jinja', '.txt', '.model')
 """Suffixes of files that transformers may open in a tokenizer directory."""
 _FILES = (
@@ -213,12 +215,17 @@ class Tokenizer:
       ) from error
 
   def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    if len(ids) > _LONG:
+      # Unlike `decode`, this releases Python's global lock, so that other threads can run.
+      return self._fast.backend_tokenizer.decode_batch(
+        [list(ids)], skip_special_tokens=skip_special
+      )[0]
     return self._fast.decode(
       list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
     )
 
   def token_text(self, token: int) -> str:
-    """Returns a token as text, also if it is a special token. Partial characters are shown as
+    """Returns the text of a token, including special tokens. Incomplete characters are shown as
     U+FFFD.
     """
     return self.decode([token], skip_special=False)
@@ -241,7 +248,7 @@ class Tokenizer:
     Raises UserError if the template fails.
     """
     plain = [dict(message) for message in messages]
-    if self._process is None:  # The built-in templates read roles and contents alone.
+    if self._process is None:  # The built-in templates use only roles and contents.
       text = self._fast.apply_chat_template(
         [{'content': '', **message} for message in plain],
         tokenize=False,
@@ -292,14 +299,16 @@ class Tokenizer:
       and completion[-1] not in self.stop_ids
       and _is_blank(self.token_text(completion[-1]))
     ):
-      completion.pop()  # chatml ends an answer with a line break after the stop token
+      completion.pop()  # chatml adds a line break after the stop token of an answer.
     if not completion or completion[-1] not in self.stop_ids:
       completion = [*self.encode(whole[len(prompt) :]), self.eos_id]
     return self.encode(prompt), completion
 
   @property
   def files(self) -> dict[str, bytes]:
-    """Contents of the tokenizer's files, keyed by file name. `from_directory` can load them."""
+    """Returns the contents of the tokenizer's files, keyed by file name. `from_directory` can load
+    them.
+    """
     return {**self._files, _GENERATION: json.dumps({'eos_token_id': list(self.stop_ids)}).encode()}
 
   def save(self, directory: str | pathlib.Path) -> None:

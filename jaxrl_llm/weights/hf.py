@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import huggingface_hub
+import numpy as np
 from absl import logging
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from jaxtyping import Shaped
 
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.types import Params
@@ -76,7 +78,7 @@ def read_special_tokens(directory: str | Path) -> SpecialTokens:
     generation = read_json(directory / 'generation_config.json')
     values = {**values, **{name: value for name, value in generation.items() if value is not None}}
   for name in ('bos_token_id', 'pad_token_id'):
-    if values.get(name) == -1:  # Early Llama models have -1 here if there is no such token.
+    if values.get(name) == -1:  # Early Llama models use -1 for an absent token.
       values[name] = None
   eos = values.get('eos_token_id')
   eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
@@ -132,7 +134,7 @@ def _warn_of_misreading(family: Family, tokenizer_dir: Path) -> None:
 
 def export(
   directory: str | Path,
-  params: Params,
+  params: Params | Iterable[tuple[str, Shaped[np.ndarray, '...']]],
   spec: ModelSpec,
   *,
   dtype: str = 'float32',
@@ -152,14 +154,14 @@ def export(
   Args:
     directory: output directory, created if missing.
     params: parameter tree of NumPy arrays or addressable JAX arrays, with stacked layers (scanned)
-      or separate layers (unrolled).
+      or separate layers (unrolled); or a stream of its arrays, see `save_params`.
     spec: spec of the model.
     dtype: data type of the weights in the files.
     tokenizer_dir: directory from which the tokenizer and its chat templates are copied. If None,
       the directory is written without a tokenizer.
     eos_ids: ids of the tokens that end a completion.
-    pad_id: id of the padding token, or None if there is none. For None with a 'scalar' head, see
-      `write_config`.
+    pad_id: id of the padding token, or None if there is none. If it is None and the head is
+      'scalar', see `write_config`.
     bos_id: id of the beginning-of-text token, or None if there is none.
     shard_bytes: maximum size of a weights file in bytes; see `save_params`.
 
@@ -184,7 +186,8 @@ def export(
         directory / 'generation_config.json', {k: v for k, v in generation.items() if v is not None}
       )
     else:
-      # If an earlier export left this file, its special tokens would override those in config.json.
+      # An earlier export may have left this file, whose special tokens would override those in
+      # config.json.
       (directory / 'generation_config.json').unlink(missing_ok=True)
     if tokenizer_dir is not None:
       _warn_of_misreading(find_family(spec.family), Path(tokenizer_dir))

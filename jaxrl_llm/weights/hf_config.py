@@ -171,8 +171,8 @@ def read_spec(directory: str | Path) -> ModelSpec:
 
 
 def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
-  """Raises UserError for settings that affect numerical results but that our decoder does not
-  implement.
+  """Raises UserError for settings that affect numerical results but are not implemented by this
+  package's decoder.
   """
   values = config.values
   if values.get('hidden_act', 'silu') not in ('silu', 'swish'):
@@ -204,7 +204,7 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
     'use_sliding_window' not in family.full_attention
     or (config.flag('use_sliding_window', False) and (28 if first is None else first) < layers)
   )
-  # Models of a family that has a window by default use it in all layers, whatever layer_types says.
+  # Models of a family with a default window use it in all layers, regardless of layer_types.
   if any(kind != 'full_attention' for kind in kinds) or (
     windowed and (not kinds or family.sliding_window is not None)
   ):
@@ -342,7 +342,9 @@ def _write_rope(spec: ModelSpec) -> dict[str, Any]:
 
 
 def one_or_list(ids: Sequence[int]) -> int | list[int] | None:
-  """Formats token ids as Hugging Face does: None for none, a number for one, a list for several."""
+  """Formats token ids as Hugging Face does: None if there are no ids, a number for a single id, and
+  a list for several.
+  """
   return None if not ids else ids[0] if len(ids) == 1 else list(ids)
 
 

@@ -75,6 +75,6 @@ def push(directory: Path, repository: str, *, private: bool) -> str:
       f'{where}: the hub cannot be reached ({one_line(error, 200) or type(error).__name__}); '
       f'{directory} is complete: repeat the command where there is a network'
     ) from None
-  except (ValueError, RuntimeError) as error:  # The hub's storage refused a file.
+  except (ValueError, RuntimeError) as error:  # The hub's storage rejected a file.
     raise UserError(f'{where}: {one_line(error, 200)}; {directory} is complete') from None
   return str(address)

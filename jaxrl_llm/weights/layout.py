@@ -10,12 +10,13 @@ same stream. `to_hf` changes neither the values nor the data type of the tensors
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Shaped
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.trees import flatten, unflatten
@@ -62,6 +63,65 @@ def to_hf(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
         yield entry.hf, stack if entry.layer is None else stack[entry.layer]
   for entry in zeros(spec):
     yield entry.hf, np.zeros(entry.shape, flat['head/kernel'].dtype)
+
+
+def hf_parts(
+  leaves: Iterable[tuple[str, Shaped[np.ndarray, '...']]], spec: ModelSpec
+) -> Iterator[tuple[TensorEntry, Shaped[np.ndarray, '...']]]:
+  """Converts a stream of parameters, or parts of them, to Hugging Face tensors as they arrive.
+
+  Args:
+    leaves: (name in the tree, array) of each parameter of the model, once and in any order. Layers
+      may be stacked or separate. A separate array may come in several consecutive parts along its
+      first axis.
+    spec: spec of the model.
+
+  Yields:
+    (entry, rows) for each tensor or part of one. The parts of a tensor come in order. Each array is
+    a view of the input where possible.
+
+  Raises:
+    UserError: the parameters are not those of the model.
+  """
+  by_name: dict[str, list[TensorEntry]] = {}
+  for entry in entries(spec):
+    for name in {entry.path, entry.unrolled}:
+      by_name.setdefault(name, []).append(entry)
+  missing = {entry.hf for entry in entries(spec)}
+  for name, parts in groupby(leaves, key=lambda leaf: leaf[0]):
+    targets = by_name.get(name)
+    if targets is None:
+      raise UserError(f'{name}: not a parameter of the {spec.family} model; {_ANOTHER}')
+    stacked = targets[0].layer is not None and name == targets[0].path
+    wanted = (len(targets), *targets[0].shape) if stacked else targets[0].shape
+    rows = 0
+    for _, array in parts:
+      rows += array.shape[0] if array.ndim else 0
+      shape = (rows, *array.shape[1:])
+      if shape[1:] != wanted[1:] or not array.ndim or rows > wanted[0]:
+        _refuse_shape(name, shape if array.ndim else (), wanted)
+      if not stacked:
+        yield targets[0], array
+      else:
+        if array.shape != wanted:
+          _refuse_shape(name, array.shape, wanted)
+        for entry in targets:
+          yield entry, array[entry.layer]
+    if rows != wanted[0]:
+      _refuse_shape(name, shape, wanted)
+    missing -= {entry.hf for entry in targets}
+  if missing:
+    named = [entry.hf for entry in entries(spec) if entry.hf in missing]
+    raise UserError(
+      f'parameters lack {named[:4]} ({len(named)} of {len(entries(spec))} tensors); {_ANOTHER}'
+    )
+
+
+_ANOTHER = 'are they of another model than at the start?'
+
+
+def _refuse_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> NoReturn:
+  raise UserError(f'{name}: parameters have shape {shape}, the model has {wanted}; {_ANOTHER}')
 
 
 def _check_tree(flat: dict[str, Any], spec: ModelSpec, *, scanned: bool) -> None:
@@ -122,34 +182,73 @@ def from_hf(
   return unflatten(flat)
 
 
+class StoredArray:
+  """One array of a parameter tree whose elements are still in a model's files. Indexing reads only
+  the indexed elements.
+  """
+
+  def __init__(
+    self,
+    members: Sequence[TensorEntry],
+    read: Callable[[TensorEntry, tuple[slice, ...], np.ndarray], None],
+    *,
+    stacked: bool,
+    dtype: np.dtype,
+  ):
+    """
+    Args:
+      members: entries of the tensors that make up the array: one per layer if the array stacks the
+        layers, otherwise a single entry.
+      read: fills an array with the elements of an entry's tensor that the slices select, one slice
+        with bounds for each axis of the tensor.
+      stacked: whether the array has a leading layer axis.
+      dtype: data type of the arrays that indexing returns.
+    """
+    self._members, self._read, self._stacked = members, read, stacked
+    self.dtype = dtype
+    shape = members[0].shape
+    self.shape: tuple[int, ...] = (len(members), *shape) if stacked else shape
+
+  def __getitem__(self, index: Any) -> Shaped[np.ndarray, '...']:
+    """Reads elements into a new array. `index` is `...`, or one slice with step 1 for each axis."""
+    slices = (slice(None),) * len(self.shape) if index is Ellipsis else index
+    bounds = tuple(
+      slice(*part.indices(length)) for part, length in zip(slices, self.shape, strict=True)
+    )
+    out = np.empty([part.stop - part.start for part in bounds], self.dtype)
+    if not self._stacked:
+      self._read(self._members[0], bounds, out)
+      return out
+    for layer, of_layer in zip(range(bounds[0].start, bounds[0].stop), out, strict=True):
+      self._read(self._members[layer], bounds[1:], of_layer)
+    return out
+
+
 def fill(
-  read: Callable[[TensorEntry], np.ndarray],
+  read: Callable[[TensorEntry, tuple[slice, ...], np.ndarray], None],
   spec: ModelSpec,
   *,
   scan_layers: bool,
   dtype: np.dtype,
-  place: Callable[[str, np.ndarray], Any],
+  place: Callable[[str, StoredArray], Any],
 ) -> Params:
-  """Builds a tree array by array. Each array is passed to `place` before the next is read, so that
-  host memory is needed for only one array at a time.
+  """Builds a tree array by array. `place` reads the parts of an array that it needs before the next
+  array is requested, so host memory is needed only for those parts.
 
   Args:
-    read: returns the tensor of an entry, with the entry's shape.
+    read: reads a part of a tensor; see `StoredArray`.
     spec: spec of the model.
     scan_layers: whether to stack the layers.
-    dtype: data type of the tree's arrays.
-    place: maps (name in the tree, array) to the leaf of the tree. It may keep a reference to the
-      array, since the array is not modified afterwards.
+    dtype: data type of the arrays that are read.
+    place: maps (name in the tree, stored array) to the leaf of the tree.
   """
   flat = {}
   for path, group in groupby(entries(spec), key=lambda entry: entry.path):
     members = list(group)
     if scan_layers and members[0].layer is not None:
-      stack = np.empty((len(members), *members[0].shape), dtype)
-      for entry in members:
-        stack[entry.layer] = read(entry)
-      flat[path] = place(path, stack)
+      flat[path] = place(path, StoredArray(members, read, stacked=True, dtype=dtype))
       continue
     for entry in members:
-      flat[entry.unrolled] = place(entry.unrolled, read(entry).astype(dtype, copy=False))
+      stored = StoredArray([entry], read, stacked=False, dtype=dtype)
+      flat[entry.unrolled] = place(entry.unrolled, stored)
   return unflatten(flat)

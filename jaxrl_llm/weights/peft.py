@@ -29,7 +29,7 @@ _HEAD = 'score'
 
 
 def to_peft(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields (PEFT name, array) of each adapter matrix, and of each other trainable parameter, such
+  """Yields (PEFT name, array) of each adapter matrix and of every other trainable parameter, such
   as the head. The layers of `params` may be stacked or separate.
   """
   flat = flatten(params)

@@ -1,16 +1,19 @@
 """Reads and writes the safetensors files of a model directory.
 
 Invariant: the names and shapes of the tensors in all files are checked before the first parameter
-is read. Reading needs host memory for one array of the parameter tree, in addition to the arrays
-that the caller keeps. Writing needs host memory for one shard (one of several weights files).
+is read. Besides the arrays that the caller keeps, reading needs host memory for one block
+(`_BLOCK`) and for the requested part of one array. Writing needs host memory for a few arrays
+(`weights.tensor_files`) besides those that the caller keeps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,15 @@ import numpy as np
 from absl import logging
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from jaxrl_llm.core.errors import RunError, UserError, one_line
 from jaxrl_llm.core.files import check_regular
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.weights.hf_config import read_json, write_json
-from jaxrl_llm.weights.layout import dtype_of, fill, to_hf
+from jaxrl_llm.weights.layout import StoredArray, dtype_of, fill, hf_parts, to_hf
 from jaxrl_llm.weights.tables import Inventory, TensorEntry, entries, zeros
+from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter
 
 SHARD_BYTES = 5_000_000_000
 """Default maximum size of a weights file in bytes. Larger weights are split into several files. The
@@ -38,14 +41,16 @@ _WEIGHT_FILE = re.compile(r'model(-\d{5}-of-\d{5})?\.safetensors')
 _PLAIN_NAME = re.compile(r'[^/\\\0]+\.safetensors')
 _READABLE = ('F32', 'BF16', 'F16', 'F64')
 """Data types of tensors that can be read, as safetensors files name them."""
-_CHECKED_ELEMENTS = 1 << 22
-"""Number of elements that are checked at a time for finite values. It limits the memory needed."""
+_BLOCK = 1 << 22
+"""Number of elements that are read, converted and checked for finite values at a time. It limits
+the memory needed.
+"""
 
 
-def keep(path: str, array: Shaped[np.ndarray, '*shape']) -> Shaped[np.ndarray, '*shape']:
-  """Default for `place` of `load_params`: returns the array itself, which stays on the host."""
+def keep(path: str, stored: StoredArray) -> Shaped[np.ndarray, '...']:
+  """Default for `place` of `load_params`: reads the whole array into host memory."""
   del path
-  return array
+  return stored[...]
 
 
 def load_params(
@@ -54,9 +59,9 @@ def load_params(
   *,
   scan_layers: bool = False,
   dtype: str = 'float32',
-  place: Callable[[str, np.ndarray], Any] = keep,
+  place: Callable[[str, StoredArray], Any] = keep,
 ) -> Params:
-  """Reads the parameters in a model directory, one array of the tree at a time.
+  """Reads the parameters in a model directory, one array of the tree at a time, or parts of them.
 
   Args:
     directory: directory with model.safetensors, or with model.safetensors.index.json and the files
@@ -64,8 +69,9 @@ def load_params(
     spec: spec of the model, as returned by `read_spec`.
     scan_layers: whether to stack the layers.
     dtype: data type of the returned parameters. The files may have another one.
-    place: maps (name in the tree, host array) to the leaf of the tree, for example a sharded device
-      array. It may keep the array or share its memory, since the array is not modified afterwards.
+    place: maps (name in the tree, stored array) to the leaf of the tree, for example a sharded
+      device array. Only the parts that it indexes are read and checked for finite values. It may
+      keep references to them, because they are not modified afterwards.
 
   Returns:
     The parameter tree. If the embeddings are tied and the files have an `lm_head.weight`, its
@@ -80,16 +86,13 @@ def load_params(
     files = {path: stack.enter_context(_open(path)) for path in _weight_files(Path(directory))}
     where = _check_files(Path(directory), files, spec)
 
-    def read(entry: TensorEntry) -> np.ndarray:
+    def read(entry: TensorEntry, part: tuple[slice, ...], out: Shaped[np.ndarray, '...']) -> None:
       path = where[entry.hf]
-      with np.errstate(over='ignore'):  # The following check rejects values that overflow.
-        tensor = _read(path, files[path], entry.hf).astype(to, copy=False)
-      _require_finite(path, entry.hf, tensor)
-      return tensor
+      _read_part(path, files[path], entry.hf, part, out)
 
     params = fill(read, spec, scan_layers=scan_layers, dtype=to, place=place)
   logging.info(
-    'read %d tensors from %d files in %s as %s', len(where), len(files), directory, dtype
+    'read from %d tensors in %d files of %s as %s', len(where), len(files), directory, dtype
   )
   return params
 
@@ -114,17 +117,44 @@ def _read(path: Path, file: safe_open, name: str) -> np.ndarray:
     raise UserError(f'{path}: {name} cannot be read ({error}); fetch the file again') from None
 
 
-def _require_finite(path: Path, name: str, tensor: Shaped[np.ndarray, '...']) -> None:
-  flat = tensor.reshape(-1)
-  for start in range(0, flat.size, _CHECKED_ELEMENTS):
-    finite = np.isfinite(flat[start : start + _CHECKED_ELEMENTS])
-    if not finite.all():
-      at = start + int(np.argmin(finite))
-      place = ', '.join(map(str, np.unravel_index(at, tensor.shape)))
-      raise UserError(
-        f'{path}: {name}[{place}] is {float(flat[at])} as {tensor.dtype}, wanted finite weights; '
-        'fetch the file again, or take a checkpoint from before the training diverged'
-      )
+def _read_part(
+  path: Path, file: safe_open, name: str, part: tuple[slice, ...], out: Shaped[np.ndarray, '...']
+) -> None:
+  """Reads the part of a tensor that `part` selects into `out`, converting it to the data type of
+  `out`.
+
+  Args:
+    part: a slice with bounds for each axis.
+  """
+  stored = file.get_slice(name)
+  first, rest = part[0], part[1:]
+  rows = max(1, _BLOCK // max(1, math.prod(out.shape[1:])))
+  for start in range(first.start, first.stop, rows):
+    stop = min(start + rows, first.stop)
+    target = out[start - first.start : stop - first.start]
+    try:
+      block = stored[(slice(start, stop), *rest)]
+    except SafetensorError as error:
+      raise UserError(f'{path}: {name} cannot be read ({error}); fetch the file again') from None
+    with np.errstate(over='ignore'):  # The check that follows rejects values that overflow.
+      np.copyto(target, block, casting='unsafe')
+    _require_finite(path, name, target, (start, *(axis.start for axis in rest)))
+
+
+def _require_finite(
+  path: Path, name: str, block: Shaped[np.ndarray, '...'], offset: tuple[int, ...]
+) -> None:
+  """Raises UserError if an element is not finite. `offset` is the position in the tensor of the
+  block's first element.
+  """
+  finite = np.isfinite(block)
+  if not finite.all():
+    at = np.unravel_index(int(np.argmin(finite)), block.shape)
+    place = ', '.join(str(start + i) for start, i in zip(offset, at, strict=True))
+    raise UserError(
+      f'{path}: {name}[{place}] is {float(block[at])} as {block.dtype}, wanted finite weights; '
+      'fetch the file again, or take a checkpoint from before the training diverged'
+    )
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -186,7 +216,7 @@ def _check_files(directory: Path, files: Mapping[Path, Any], spec: ModelSpec) ->
 
 def save_params(
   directory: str | Path,
-  params: Params,
+  params: Params | Iterable[tuple[str, Shaped[np.ndarray, '...']]],
   spec: ModelSpec,
   *,
   dtype: str = 'float32',
@@ -195,47 +225,88 @@ def save_params(
   """Writes the weights to one file, model.safetensors. If they exceed `shard_bytes`, writes several
   files (shards) and an index instead.
 
-  A file appears under its name only when it is complete. Weights that are already in the directory
-  are replaced.
+  A file appears under its name only when all files are complete. Weights that are already in the
+  directory are then replaced.
 
   Args:
     directory: output directory, created if missing.
-    params: scanned or unrolled tree of NumPy arrays or addressable JAX arrays.
+    params: scanned or unrolled tree of NumPy arrays or addressable JAX arrays; or a stream of (name
+      in the tree, array) as for `layout.hf_parts`, of which only a few arrays are in memory at a
+      time.
     spec: spec of the model.
     dtype: data type of the tensors in the files.
-    shard_bytes: maximum size of the tensors in a file, in bytes. A tensor that is larger gets a
-      file of its own.
+    shard_bytes: maximum size of the tensors in a file, in bytes. A larger tensor gets a separate
+      file.
 
   Returns:
     Paths of the weights files.
+
+  Raises:
+    UserError: the parameters are not those of the model.
+    RunError: the files cannot be written.
   """
   directory, to = Path(directory), dtype_of(dtype)
   shards = _plan_shards(spec, to.itemsize, shard_bytes)
-  tensors = to_hf(params, spec)
-  written: dict[str, str] = {}
+  parts = _tensors(params, spec)
+  names = [
+    _SINGLE if len(shards) == 1 else f'model-{number:05d}-of-{len(shards):05d}.safetensors'
+    for number in range(1, len(shards) + 1)
+  ]
+  unfinished = {name: directory / f'{name}{_UNFINISHED}' for name in names}
   with writing(directory):
     directory.mkdir(parents=True, exist_ok=True)
+    try:
+      with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(TensorWriter(dtype))
+        for name, shard in zip(names, shards, strict=True):
+          file = stack.enter_context(unfinished[name].open('wb', buffering=0))
+          layout = FileLayout({e.hf: e.shape for e in sorted(shard, key=lambda e: e.hf)}, dtype)
+          writer.open(file, layout)
+        for entry, rows in parts:
+          writer.add(entry.hf, rows, whole=rows.shape == entry.shape)
+        writer.finish()
+    except BaseException:
+      for path in unfinished.values():
+        path.unlink(missing_ok=True)
+      raise
     # The old index is deleted first. If writing is interrupted, old and new shards then cannot be
     # loaded together as a model.
     (directory / _INDEX).unlink(missing_ok=True)
-    for number, shard in enumerate(shards, start=1):
-      name = _SINGLE if len(shards) == 1 else f'model-{number:05d}-of-{len(shards):05d}.safetensors'
-      _write_shard(directory / name, shard, tensors, to)
-      written |= dict.fromkeys((entry.hf for entry in shard), name)
+    for name, path in unfinished.items():
+      # Other users must be able to read the file, as they can read the other files.
+      path.chmod(0o644)
+      path.replace(directory / name)
     for path in directory.iterdir():
-      if _WEIGHT_FILE.fullmatch(path.name) and path.name not in written.values():
+      weights = _WEIGHT_FILE.fullmatch(path.name.removesuffix(_UNFINISHED))
+      if weights and path.name not in names:
         path.unlink()
     if len(shards) > 1:
       total = sum(_bytes(entry, to.itemsize) for shard in shards for entry in shard)
+      written = {e.hf: name for name, shard in zip(names, shards, strict=True) for e in shard}
       write_json(
         directory / _INDEX,
         {'metadata': {'total_size': total}, 'weight_map': dict(sorted(written.items()))},
       )
-  files = [directory / name for name in dict.fromkeys(written.values())]
-  logging.info(
-    'wrote %d tensors to %d files in %s as %s', len(written), len(files), directory, dtype
-  )
-  return files
+  count = sum(map(len, shards))
+  logging.info('wrote %d tensors to %d files in %s as %s', count, len(names), directory, dtype)
+  return [directory / name for name in names]
+
+
+_UNFINISHED = '.unfinished'
+"""Ending of the names of files that are being written."""
+
+
+def _tensors(
+  params: Params | Iterable[tuple[str, Shaped[np.ndarray, '...']]], spec: ModelSpec
+) -> Iterator[tuple[TensorEntry, Shaped[np.ndarray, '...']]]:
+  """Returns the tensors of a model's files, including those of `tables.zeros`. A tensor may come in
+  parts.
+  """
+  if isinstance(params, Mapping):
+    by_name = {entry.hf: entry for entry in (*entries(spec), *zeros(spec))}
+    return ((by_name[name], tensor) for name, tensor in to_hf(params, spec))
+  more = ((entry, np.zeros(entry.shape, np.float32)) for entry in zeros(spec))
+  return itertools.chain(hf_parts(params, spec), more)
 
 
 def _bytes(entry: TensorEntry, itemsize: int) -> int:
@@ -256,25 +327,10 @@ def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[
   return shards
 
 
-def _write_shard(
-  path: Path, shard: list[TensorEntry], tensors: Iterator[tuple[str, np.ndarray]], dtype: np.dtype
-) -> None:
-  # save_file ignores strides and writes the memory from the first element on. Without a contiguous
-  # copy, a transposed view would be written with its elements in the wrong order.
-  arrays = {}
-  for _ in shard:
-    name, tensor = next(tensors)
-    arrays[name] = np.ascontiguousarray(tensor.astype(dtype, copy=False))
-  save_file(arrays, path, metadata={'format': 'pt'})
-  # save_file creates a file that only its owner can read. Other users must be able to read it, as
-  # they can the directory's other files.
-  path.chmod(0o644)
-
-
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-  """Context manager that replaces write errors, such as that of a full disk, by a RunError with a
-  one-line message that names the directory.
+  """Replaces errors of writing in the block, such as a full disk, by a RunError with a one-line
+  message that names the directory.
   """
   try:
     yield

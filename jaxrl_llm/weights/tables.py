@@ -1,4 +1,4 @@
-"""Table that relates our names of parameters to those of Hugging Face.
+"""Table of the parameter names in this package and their Hugging Face counterparts.
 
 The spec of a model determines which rows of the table apply to it.
 
@@ -117,7 +117,9 @@ embeddings, which equals the embedding.
 """
 
 _ZERO = (ParameterRow('score.bias', 'head/bias', ('one',), 'one_output'),)
-"""Tensors that our models do not have. A file may contain them only if their values are 0."""
+"""Tensors that this package's models do not have. A file may contain them only if their values are
+0.
+"""
 
 
 def _sizes(spec: ModelSpec) -> Mapping[str, int]:
@@ -179,16 +181,17 @@ def entries(spec: ModelSpec) -> tuple[TensorEntry, ...]:
 
 
 def zeros(spec: ModelSpec) -> tuple[TensorEntry, ...]:
-  """Returns entries for tensors that our model does not have but that exports contain, with the
-  value 0: for a 'value' head, the bias that transformers' token-classification class expects.
+  """Returns entries for tensors that exports contain with the value 0, although the model does not
+  have them. For a 'value' head, this is the bias that transformers' token-classification class
+  expects.
   """
   return _expand(_ZERO, spec) if spec.head == 'value' else ()
 
 
 class Inventory:
-  """Checks the names and shapes of the tensors of one source (files or a stream) against the table.
+  """Compares the names and shapes of the tensors of one source (files or a stream) with the table.
 
-  `see` is called for each tensor. `finish` then raises one error for all findings.
+  `see` is called for each tensor. `finish` then raises one error that lists all discrepancies.
   """
 
   def __init__(self, spec: ModelSpec, source: str):
@@ -262,7 +265,7 @@ class Inventory:
 
 
 _EXAMPLES = 4
-"""Maximum number of names that an error message lists per kind of finding."""
+"""Maximum number of names that an error message lists for each kind of discrepancy."""
 
 
 def _finding(kind: str, names: list[str], count: int) -> str:

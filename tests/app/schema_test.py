@@ -1,14 +1,14 @@
 """Numbers that mean nothing are refused when a configuration is built, by the name of the field."""
 
 import dataclasses
+import math
 import re
 
 import pytest
 from paths import ROOT
 
-from jaxrl_llm.app.schema import (
-  AlgorithmConfig,
-  Config,
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, StageConfig
+from jaxrl_llm.app.sources import (
   Demonstrations,
   Examples,
   ExpertsConfig,
@@ -16,13 +16,15 @@ from jaxrl_llm.app.schema import (
   PastConfig,
   Recorded,
   Rollouts,
-  StageConfig,
+  Stored,
 )
 from jaxrl_llm.config.annotations import field_types
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.config.moved import moved_fields
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.master.exploring.selection import SelectionConfig
+from jaxrl_llm.models.spec import LoraConfig
+from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
 
 
 @pytest.fixture(scope='module')
@@ -86,6 +88,7 @@ def experts(ratio=0.25):
 
 PAIRED = SelectionConfig(kind='pairs')
 RECORDED = Recorded(run='r', tasksets=('t',), groups_per_batch=4, group_size=6)
+STORED = Stored(stages=('a',), tasksets=('t',), sequences_per_batch=10)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +129,15 @@ RECORDED = Recorded(run='r', tasksets=('t',), groups_per_batch=4, group_size=6)
     (lambda: Demonstrations(tasksets=('t',), templates=()), '0 templates and 1 weights'),
     (lambda: experts(0.0), 'experts.ratio: 0.0'),
     (lambda: experts(1.0), 'experts.ratio: 1.0'),
+    (lambda: stage(dataclasses.replace(STORED, stages=())), 'stages.s.source.stages: empty'),
+    (
+      lambda: stage(dataclasses.replace(STORED, selection=SelectionConfig(kind='mixed'))),
+      "stages.s.source.selection: 'mixed' selects whole groups",
+    ),
+    (
+      lambda: stage(rollouts(), init_from=('base',), keep_optimizer=True),
+      'stages.s.keep_optimizer: the optimizer state belongs to other weights',
+    ),
   ],
 )
 def test_a_stage_that_means_nothing_is_one_line(make, message):
@@ -208,6 +220,8 @@ def test_so_many_experts_join_that_their_share_is_at_least_the_ratio(usual, rati
     (Examples(train='e', sequences_per_batch=10), 10, 1),
     (Demonstrations(tasksets=('t',), templates=('{truth}',), sequences_per_batch=10), 10, 1),
     (RECORDED, 4 * 6, 1),
+    (STORED, 10, 1),
+    (dataclasses.replace(STORED, selection=SelectionConfig(kind='margin')), 10, 2),
   ],
 )
 def test_what_a_batch_may_hold(source, sequences, unit):
@@ -222,8 +236,105 @@ def test_adapters_reach_servers_as_files(config):
     apply_overrides(config, {**adapter, 'rollout.vllm.transfer': 'nccl'})
 
 
+@pytest.mark.parametrize('engine', ['embedded', 'vllm'])
+def test_keys_and_values_are_kept_only_where_answers_are_in_flight(config, engine):
+  keep = {'rollout.engine': engine, f'rollout.{engine}.kv': 'keep'}
+  words = rf"rollout\.{engine}\.kv: 'keep', and stages\.grpo\.source\.bound is 0"
+  with pytest.raises(UserError, match=words):
+    apply_overrides(config, keep)
+  partial = {'rollout.partial.budget': '4', 'rollout.embedded.prefill_buckets': '[]'}
+  with pytest.raises(UserError, match=words):
+    apply_overrides(config, {**keep, **partial})
+  apply_overrides(config, {**keep, 'stages.grpo.source.bound': '1'})
+  apply_overrides(config, {**keep, f'rollout.{engine}.kv': 'recompute', **partial})
+
+
+def test_answers_are_computed_again_only_in_a_bucket_that_holds_them(config):
+  again = {'rollout.embedded.kv': 'recompute', 'rollout.max_response_length': '64'}
+  with pytest.raises(UserError, match=r"embedded\.kv: 'recompute', and .*; wanted one of at least"):
+    apply_overrides(config, {**again, 'rollout.embedded.prefill_buckets': '[16]'})
+  apply_overrides(config, {**again, 'rollout.embedded.prefill_buckets': '[]'})
+
+
 def test_filters_that_evaluation_wants_must_be_compiled(config):
   wanted = {'evaluation.held_out.samples': '4', 'evaluation.held_out.top_p': '0.9'}
   with pytest.raises(UserError, match=r'held_out.*filters'):
     apply_overrides(config, wanted)
   apply_overrides(config, {**wanted, 'rollout.embedded.filters': 'true'})
+
+
+def pipeline(config, last, *, max_steps=1, **fields):
+  """The quickstart with a third stage `last`."""
+  *_, grpo = config.stages
+  third = dataclasses.replace(grpo, name='last', **last)
+  rollout = dataclasses.replace(config.rollout, max_steps=max_steps)
+  return dataclasses.replace(config, stages=(*config.stages, third), rollout=rollout, **fields)
+
+
+@pytest.mark.parametrize(
+  ('last', 'fields', 'message'),
+  [
+    ({'init_from': ('later',)}, {}, "stages.last.init_from: 'later', wanted one of ['sft', 'grpo'"),
+    ({'init_from': ('sft', 'last')}, {}, "stages.last.init_from: 'last', wanted one of"),
+    (
+      {'source': dataclasses.replace(STORED, stages=('grpo',))},
+      {'max_steps': 2},
+      'stages.last.source: Stored learns from trajectories of one step',
+    ),
+    (
+      {'source': dataclasses.replace(STORED, stages=('sft',))},
+      {},
+      "stages.last.source.stages: 'sft', wanted one of ['grpo']",
+    ),
+    (
+      {'source': dataclasses.replace(STORED, stages=('grpo', 'last'))},
+      {},
+      "stages.last.source.stages: 'last', wanted one of ['grpo']",
+    ),
+    (
+      {'source': rollouts(rewards={})},
+      {},
+      "stages.last.source.rewards: empty; wanted weights of ['verifier']",
+    ),
+    (
+      {'source': rollouts(rewards={'judge': 1.0})},
+      {},
+      "stages.last.source.rewards: no scorer 'judge'; configured are ['verifier']",
+    ),
+    (
+      {'source': rollouts(rewards={'verifier': math.nan})},
+      {},
+      "rewards.scorers 'verifier': weight is nan",
+    ),
+  ],
+)
+def test_a_stage_that_needs_what_does_not_exist_is_one_line(config, last, fields, message):
+  with pytest.raises(UserError, match=r'^[^\n]*$') as caught:
+    pipeline(config, last, **fields)
+  assert message in str(caught.value)
+
+
+def test_the_mean_of_adapters_is_refused(config):
+  adapters = dataclasses.replace(config.policy, lora=LoraConfig())
+  with pytest.raises(UserError, match='no mean that is an adapter'):
+    pipeline(config, {'init_from': ('sft', 'grpo')}, policy=adapters)
+  pipeline(config, {'init_from': ('sft',)}, policy=adapters)
+
+
+def test_a_stage_named_like_a_keyword_must_not_be_meant_by_init_from(config):
+  sft, grpo = config.stages
+  named = dataclasses.replace(sft, name='base')
+  with pytest.raises(UserError, match="'base' is the name of a stage, too"):
+    dataclasses.replace(config, stages=(named, dataclasses.replace(grpo, init_from=('base',))))
+
+
+def test_a_stage_chooses_and_weighs_its_scorers(config):
+  scorers = tuple(ScorerConfig(name=name) for name in ('verifier', 'length', 'format'))
+  rewards = RewardsConfig(scorers=scorers, correct_by='verifier')
+  chosen = {'source': rollouts(rewards={'format': 0.5, 'length': 0.0})}
+  whole = pipeline(config, chosen, rewards=rewards)
+  of_last = whole.rewards_of('last')
+  assert [(s.name, s.weight) for s in of_last.scorers] == [('length', 0.0), ('format', 0.5)]
+  assert of_last.correct_by is None
+  for name in ('grpo', 'sft', 'evaluation-held_out'):
+    assert whole.rewards_of(name) == rewards

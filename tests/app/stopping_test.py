@@ -78,8 +78,8 @@ def test_when_the_grace_period_is_over_the_process_says_what_is_committed(progra
   code, line = stopped(program, 'updating', grace_s=0.5, newest=newest)
   assert code == 143
   assert line == (
-    'SIGTERM: still stopping after 0.45 s of 0.5 s (coordination.grace_s), exiting without a '
-    f'further commit; {words}; start the same command again to resume'
+    'SIGTERM: still stopping after 0.45 s of 0.5 s (coordination.grace_s), exiting without '
+    f'another commit; {words}; start the same command again to resume'
   )
 
 
@@ -97,4 +97,4 @@ def test_a_scheduler_and_a_supervisor_may_pass_on_the_same_sigterm(program):
 def test_a_stopped_process_whose_peer_has_left_says_so(program):
   # Of `asyncio.run` here; `jaxrl train` prints the line alone, and exits with 143.
   code, line = stopped(program, 'deserted')
-  assert code == 1 and 'Interrupted: stopped by SIGTERM, without a further commit, because' in line
+  assert code == 1 and 'Interrupted: stopped by SIGTERM, without another commit, because' in line

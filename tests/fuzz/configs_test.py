@@ -20,7 +20,7 @@ from fuzzing import (
 from hypothesis import strategies as st
 from paths import FIXTURES, ROOT
 
-from jaxrl_llm.app.commands.score import _options, _split
+from jaxrl_llm.app.commands.option_flags import read_options, split_options
 from jaxrl_llm.app.composition.scorers import SCORERS, build_scorers
 from jaxrl_llm.app.composition.stages import build_processors, build_stages
 from jaxrl_llm.app.composition.workdir import Workdir
@@ -155,8 +155,10 @@ def test_any_command_line_is_taken_or_refused(count):
   def check(argv):
     values.unparse_flags()
     refused(lambda: load_config(['train.py', *argv], Config, flag_values=values))
-    _, options = _split([word for word in argv if '=' in word or not word.startswith('--options')])
-    refused(lambda: _options('{}', options))
+    _, options = split_options(
+      [word for word in argv if '=' in word or not word.startswith('--options')]
+    )
+    refused(lambda: read_options('{}', options))
 
   fuzz(check, count, argv=st.lists(words, max_size=5))
 

@@ -39,7 +39,7 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.app.serve.reward import application
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.core.net import front as front_module
+from jaxrl_llm.core.net import server as server_module
 from jaxrl_llm.core.net.front import ADAPTER_PATH, ROUTES, RPC_PATH, UPDATE_PATH, Front
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.master.reward_model import Batcher
@@ -148,7 +148,7 @@ def explorers_message(path, order, samples):
   )
   fields = {
     wire.ALIVE: {'leases': [order['lease'], 'another']},
-    wire.SAMPLE: {'lease': order['lease'], 'sample': encode(samples[0])},
+    wire.SAMPLE: {'lease': order['lease'], 'steps': [encode(samples[0])]},
     wire.DONE: {'lease': order['lease']},
     wire.FAILED: {'lease': order['lease'], 'error': 'ValueError: it failed'},
     wire.GENERATE: {'lease': order['lease'], 'request': wire.request_row(request)},
@@ -204,7 +204,7 @@ def test_no_message_of_an_explorer_harms_another(tmp_path, monkeypatch, count):
         # One of the samples has come from the other, and was good.
         with contextlib.suppress(Rejected):
           for sample in await setting.made(honest, order):
-            await honest.call(wire.SAMPLE, lease=order['lease'], sample=encode(sample))
+            await honest.call(wire.SAMPLE, lease=order['lease'], steps=[encode(sample)])
           await honest.call(wire.DONE, lease=order['lease'])
       else:
         await asyncio.wait({taking})
@@ -214,7 +214,8 @@ def test_no_message_of_an_explorer_harms_another(tmp_path, monkeypatch, count):
       wanted, rogue, order, samples = services.run(begin())
       message = {**rogue.sender, **explorers_message(path, order, samples)}
       if path == wire.SAMPLE and data.draw(st.integers(0, 3)):
-        message['sample'] = data.draw(encoded(wire.unpack(message['sample']), msgpack_bytes))
+        (step,) = message['steps']
+        message['steps'] = [data.draw(encoded(wire.unpack(step), msgpack_bytes))]
         body = msgpack_bytes(message)
       else:
         body = data.draw(encoded(message, msgpack_bytes))
@@ -616,7 +617,7 @@ def wire_bytes(draw):
 @COUNTS
 def test_the_front_survives_what_is_not_http(services, tmp_path, monkeypatch, count):
   """Whatever is sent, half of it included: nothing that is no request reaches the server behind."""
-  monkeypatch.setattr(front_module, '_KEEPALIVE_S', 0.2)
+  monkeypatch.setattr(server_module, '_KEEPALIVE_S', 0.2)
   upstream, front = guarded(services, tmp_path)
   url = yarl.URL(front.address)
 

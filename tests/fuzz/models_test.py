@@ -260,7 +260,7 @@ HOSTILE = (
 @pytest.mark.parametrize(
   'count',
   [
-    pytest.param(SEEDED // 20, marks=pytest.mark.full),
+    pytest.param(SEEDED // 8, marks=pytest.mark.full),
     pytest.param(MANY // 20, marks=pytest.mark.acceptance),
   ],
 )

@@ -21,7 +21,7 @@ from jaxrl_llm.rewards.scorers.verifier.evaluating import check_isolation
 from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 
 COUNTS = [
-  pytest.param(40, marks=pytest.mark.full),
+  pytest.param(12, marks=pytest.mark.full),
   pytest.param(1000, marks=pytest.mark.acceptance),
 ]
 MODES = {

@@ -78,7 +78,7 @@ def test_random_rewards_teach_nothing(tmp_path, config):
 
 
 @pytest.mark.parametrize('config', ['dpo.py:pairs', 'reward_model.py'])
-def test_pairs_are_told_apart(tmp_path, config):
+def test_pairs_are_ranked_correctly(tmp_path, config):
   learn(tmp_path / 'run', config)
   assert column(tmp_path / 'run', PAIRS)[-1] >= 0.9
 

@@ -100,7 +100,7 @@ def test_a_configuration_gives_what_the_initial_policy_of_its_run_gives(run, tmp
   assert not (tmp_path / 'no.jsonl').exists()
 
 
-def test_what_cannot_be_curated_is_one_line_and_writes_nothing(run, tmp_path):
+def test_curation_errors_are_one_line_and_write_nothing(run, tmp_path):
   out = f'--out={tmp_path}/kept.jsonl'
   for flags, told in (
     (('--taskset=evla', out), "no such taskset; configured are ['eval', 'train']"),

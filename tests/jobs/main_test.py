@@ -11,7 +11,7 @@ import subprocess
 import job
 import pytest
 
-from jaxrl_llm.runtime.metrics import METRICS
+from jaxrl_llm.runtime.metric_descriptions import METRICS
 
 pytestmark = pytest.mark.full
 
@@ -35,11 +35,19 @@ WRITTEN_ELSEWHERE = {
     *('perf/publish_bytes', 'perf/publish_pause_s', 'perf/publish_write_s'),
     *('run/engine_restarts', 'run/engine_retries', 'run/engine_void', 'run/engines_serving'),
   ),
+  'rollout.vllm.full_every': ('perf/publish_changed_fraction',),
   'servers of a registry': ('run/engines', 'run/engine_joined', 'run/engine_left'),
+  'rollout.max_steps': (
+    *('num_steps/mean', 'num_steps/max', 'num_steps/min'),
+    *('response/max_steps_ratio', 'run/split_trajectories'),
+  ),
   'explorers': ('perf/explorers', 'perf/explorers_lost_groups'),
   'devices that report it': ('perf/max_memory_allocated_gb',),
   'a scorer process that ended': ('run/scorers/breaks',),
   'a batch policy': ('run/passed_over',),
+  'memory phases': ('perf/memory_moved_bytes',),
+  'delayed rewards': ('run/awaiting/joined', 'run/awaiting/open'),
+  'speculative decoding': ('speculation/accepted_ratio', 'speculation/tokens_per_step'),
   'partial rollouts': (
     *('partial/cut', 'partial/continued', 'partial/open', 'partial/trained_ratio'),
     'partial/returned',

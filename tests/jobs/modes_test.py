@@ -88,7 +88,7 @@ def test_another_run_learns_from_it_each_group_once_a_pass_and_resumes_exactly(
     ({'bound': 1}, ("Recorded has no field 'bound'",)),
   ],
 )
-def test_what_cannot_be_learned_from_is_said_in_one_line(stored, tmp_path, fields, words):
+def test_unusable_sources_are_reported_in_one_line(stored, tmp_path, fields, words):
   done = job.train(tmp_path / 'run', *recorded(stored, **fields), expect=2)
   (line,) = [line for line in done.stderr.splitlines() if line.startswith('error:')]
   assert all(word in line for word in words), line

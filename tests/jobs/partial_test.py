@@ -8,20 +8,16 @@ import time
 
 import job
 import pytest
+from stored import assert_rebuilt
 
 from jaxrl_llm.replay.audit import audit
 
 pytestmark = pytest.mark.full
-PARTIAL = (
-  '--config.rollout.partial=' + json.dumps({'budget': 3, 'max_spans': 4}),
-  '--config.rollout.embedded.prefill_buckets=(6,12)',
-)
-"""A budget below the length of nearly all answers, which have up to 7 tokens."""
 
 
 @pytest.fixture(scope='module')
 def uninterrupted():
-  return job.finished('partial', *PARTIAL)
+  return job.finished('partial', *job.PARTIAL)
 
 
 def test_answers_are_spread_over_batches_and_trained_on_once(uninterrupted):
@@ -50,12 +46,12 @@ def kill_and_resume(workdir, kills, seed):
   """Kills at `kills` random moments of the second stage."""
   rng, done = random.Random(seed), 12
   for _ in range(kills):
-    process = job.start(workdir, *PARTIAL)
+    process = job.start(workdir, *job.PARTIAL)
     job.wait_for_rows(workdir, min(done + rng.randrange(1, 4), 22), process)
     time.sleep(rng.random() * 0.1)
     job.kill(process)
     done = len(job.rows(workdir))
-  job.train(workdir, *PARTIAL)
+  job.train(workdir, *job.PARTIAL)
 
 
 def test_kills_with_partials_open_change_no_bit(uninterrupted, tmp_path):
@@ -63,13 +59,14 @@ def test_kills_with_partials_open_change_no_bit(uninterrupted, tmp_path):
   job.assert_equal_runs(tmp_path / 'run', uninterrupted)
   report = audit(tmp_path / 'run' / 'replay')
   assert report.ok and report.live == () and set(report.uses) == {1}, report.lines
+  assert_rebuilt(tmp_path / 'run' / 'replay', tmp_path / 'rebuilt')
 
 
 @pytest.mark.acceptance
 def test_above_bound_0_older_spans_are_trained_on_and_a_kill_loses_no_sample(tmp_path):
   flags = (
     '--config.rollout.partial=' + json.dumps({'budget': 3, 'max_spans': 4, 'loss': 'all'}),
-    PARTIAL[1],
+    job.PARTIAL[1],
     '--config.stages.grpo.source.bound=1',
   )
   workdir = tmp_path / 'run'

@@ -82,7 +82,7 @@ def test_the_policy_learns_from_rewards(tmp_path, script, suite):
 
 
 @pytest.mark.acceptance
-def test_dpo_prefers_what_was_chosen(tmp_path):
+def test_dpo_prefers_chosen_answers(tmp_path):
   printed = job.start_script('dpo', tmp_path)
   won = re.findall(r'^\w+: share of .*: ([\d.]+)$', printed, re.MULTILINE)
   assert len(won) == 3 and len(set(won)) == 1 and float(won[0]) > 0.8

@@ -89,7 +89,7 @@ def test_a_process_that_is_stopped_is_replaced_or_ends_the_run_with_a_line(kind,
   job.assert_equal_runs(run, job.quick_run())
 
 
-def test_with_one_of_two_servers_stopped_the_run_goes_on_with_the_other(tmp_path):
+def test_a_run_continues_when_one_of_two_servers_stops(tmp_path):
   run = tmp_path / 'run'
   with attached.fake_servers(tmp_path, 2) as servers:
     process = job.start(run, *attached.flags_of(servers), *SERVERS)

@@ -3,7 +3,9 @@ types.
 """
 
 import json
+import math
 import re
+import subprocess
 from typing import NamedTuple
 
 import job
@@ -63,9 +65,9 @@ def megabytes(what, line):
 
 
 def held_by(role, text):
-  """Memory that a role keeps, in MB: in all, on each device and, if any is, in host memory."""
-  row = re.search(rf'{role} +│ +([\d.,]+) │ +([\d.,]+) │(?: +([\d.,]+) │)?', text)
-  return tuple(float(n.replace(',', '')) for n in row.groups() if n is not None)
+  """Memory that a role keeps, in MB: in all, on each device and in host memory."""
+  row = re.search(rf'{role} +│ +([\d.,]+) │ +([\d.,]+) │ +([\d.,]+) │', text)
+  return tuple(float(n.replace(',', '')) for n in row.groups())
 
 
 class Sharded(NamedTuple):
@@ -101,6 +103,41 @@ def test_the_training_step_compiles_for_a_tpu_slice_with_its_fused_attention(sha
   assert 'does not fit' not in line_of('logprobs', sharded.text)
 
 
+def test_publishing_gathers_one_layer_in_the_servers_data_type(sharded):
+  (line,) = [line for line in sharded.text.splitlines() if line.startswith('publishing')]
+  name, dtype, shape = re.match(
+    r'publishing, its largest part \((.*?)\): .* largest (\w+)\[([\d,]+)\]\)', line
+  ).groups()
+  assert name in ('embed/kernel', 'head/kernel') and 'does not fit' not in line
+  hidden = 128 if sharded.vocabulary == 4096 else 256
+  # The bits of bfloat16, in whatever shape the compiler gives them for the way.
+  assert dtype == 'u16' and math.prod(map(int, shape.split(','))) == sharded.vocabulary * hidden
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize(
+  ('topology', 'size'), [('v5e:4x8', '7b'), ('v5e:8x8', '14b'), ('h100:8x8', '70b')]
+)
+def test_at_size_publishing_holds_less_than_a_layers_largest_matrix(topology, size):
+  command = [job.ROOT / AOT_ENVIRONMENT / 'bin/python', 'benchmarks/publish_compiled.py']
+  libtpu = {
+    'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost',
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true',
+  }  # fmt: skip
+  done = subprocess.run(
+    [*command, f'--topology={topology}', f'--size={size}'],
+    cwd=job.ROOT,
+    env=job.environment(XLA_FLAGS='', **libtpu),
+    capture_output=True,
+    text=True,
+    timeout=900,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  shares = [float(share) for share in re.findall(r' ([\d.]+) of a layer', done.stdout)]
+  assert len(shares) >= 6 and max(shares) <= 1
+  assert set(re.findall(r'largest (\w+)\[', done.stdout)) <= {'u16', 'u32'}
+
+
 @pytest.mark.acceptance
 def test_between_slices_goes_little_but_the_sums_of_gradients():
   cut = ('--config.learner.mesh.data=2', *CUT)
@@ -128,11 +165,13 @@ def test_a_cut_vocabulary_is_never_gathered(sharded):
 
 def test_each_device_holds_its_part_of_what_a_role_keeps(sharded):
   for role in ('policy', 'optimizer'):
-    whole, part = held_by(role, sharded.text)
+    whole, part, in_host = held_by(role, sharded.text)
     # Printed are tenths of a megabyte.
     assert part == pytest.approx(whole / 8, rel=0.02, abs=0.06), role
+    assert in_host == 0, role
 
 
+@pytest.mark.acceptance
 def test_moments_in_host_memory_leave_the_devices():
   text = dry_run(
     'v5e:2x4', *CUT, '--config.policy.scan_layers=false',
@@ -140,7 +179,7 @@ def test_moments_in_host_memory_leave_the_devices():
   )  # fmt: skip
   update = line_of('update', text)
   parameters, gradients = (held_by(role, text)[1] for role in ('policy', 'gradients'))
-  kept, moments = held_by('optimizer', text)[1:]
+  _, kept, moments = held_by('optimizer', text)
   assert kept < 0.1  # Its scalars.
   assert megabytes('in host memory', update) == pytest.approx(moments, rel=0.01) and moments > 10
   # An argument is a parameter or a part of the batch, as in the pass that knows no optimizer.
@@ -174,13 +213,21 @@ def test_without_their_moments_devices_hold_less_by_just_so_much():
 
 
 def test_the_training_step_compiles_for_a_gpu():
-  text = dry_run('h100:4', '--config.learner.mesh.fsdp=2', '--config.learner.mesh.tensor=2')
+  text = dry_run('h100:4', f'--config.learner.logits_budget_bytes={1 << 18}')
   assert 'attention in training: blockwise' in text
-  assert '4 × NVIDIA H100 80GB HBM3: data=1 fsdp=2 sequence=1 tensor=2' in text
-  assert 'does not fit' not in line_of('update', text)
+  assert '4 × NVIDIA H100 80GB HBM3: data=1 fsdp=4 sequence=1 tensor=1' in text
+  update = line_of('update', text)
+  assert 'does not fit' not in update
+  # In bfloat16, layers are gathered once forward and once backward, and the head once.
+  heads, layer = MODEL['num_attention_heads'] * MODEL['head_dim'], MODEL['hidden_size']
+  kernels = layer * (4 * heads + 3 * MODEL['intermediate_size']) * MODEL['num_hidden_layers']
+  head = MODEL['vocab_size'] * layer
+  size, largest = re.search(r'all-gather \d+ \(([\d.]+) MB, largest (\w+)\[', update).groups()
+  assert float(size) == pytest.approx(2 * (2 * kernels + head) / 1e6, abs=0.2)
+  assert largest == 'bf16'
 
 
-def test_what_does_not_fit_is_refused_and_says_by_how_much():
+def test_excess_memory_is_refused_with_its_size():
   huge = MODEL | dict(hidden_size=8192, intermediate_size=131_072, num_hidden_layers=1)
   error = dry_run('v5e:1x1', model=huge, expect=2)
   assert re.search(

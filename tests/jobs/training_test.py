@@ -130,7 +130,7 @@ def test_an_interrupt_ends_a_run_from_a_script_with_a_commit(tmp_path):
     ),
   ],
 )
-def test_what_cannot_work_is_one_clear_line(tmp_path, variables, program, line):
+def test_impossible_settings_are_one_clear_line(tmp_path, variables, program, line):
   program = (
     f"from jaxrl_llm.api import load_config, train\n{program}train(load_config('quickstart'), "
     "'run')"

@@ -76,6 +76,33 @@ def test_a_server_killed_in_mid_publish_comes_back_with_the_version(tmp_path):
   asyncio.run(main())
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_fifty_deltas_and_a_kill_among_them_leave_the_bits_of_whole_weights(tmp_path, dtype):
+  model = serving.model_of('llama', tied=False)
+
+  async def main():
+    replicas = owned(serving.servers_of(model, tmp_path / 'model', count=2, dtype=dtype))
+    async with serving.fleet_of(model, replicas, tmp_path, dtype=dtype, full_every=20) as fleet:
+      tree = serving.params_of(model, 1)
+      for step in range(51):
+        tree = serving.moved(tree, step) if step else tree
+        if step == 25:  # In the middle of the second chain.
+          serving.kill(serving.api_servers(replicas[0].server.pid)[0])
+        version = Version(0, step)
+        await fleet.load(serving.weights_of(model, tree, version))
+        assert len(fleet._current.publication.deltas) == step % 20
+        while step == 30 and replicas[0].version != version:  # It has caught up.
+          await asyncio.sleep(0.2)
+        wanted = serving.digests_of(model, tree, dtype)
+        serves = [replica for replica in replicas if replica.version == version]
+        assert len(serves) == 2 or 25 <= step < 30
+        for replica in serves:
+          assert await replica.client.digests(deadline_s=60) == [wanted]
+      assert fleet.counts['restarts'] == 1 and fleet.counts['publications'] == 51
+
+  asyncio.run(main())
+
+
 def test_after_each_of_several_runs_a_fresh_server_agrees(tmp_path):
   model = serving.model_of('qwen2', tied=True)
   pair = serving.servers_of(model, tmp_path / 'model', count=2)

@@ -17,18 +17,24 @@ import pytest
 import serving
 from safetensors.numpy import load_file
 from serving import TIED, VOCAB, ask, fault, forward, request, weights
+from stepwise import stepwise_logprobs
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.vllm.client import VllmClient
-from jaxrl_llm.rollout.vllm.publication import FILE, digest
-from jaxrl_llm.weights.hf import load_params
+from jaxrl_llm.rollout.vllm.publication import DELTA, FILE, digest
 
 pytestmark = pytest.mark.full
 cabled = pytest.fixture(namespaces.cabled)
 A, B, C = Version(0, 0), Version(0, 1), Version(0, 2)
+SPECULATION = {
+  'method': 'ngram',
+  'num_speculative_tokens': 4,
+  'prompt_lookup_max': 4,
+  'prompt_lookup_min': 2,
+}
 
 
 @pytest.fixture(scope='module')
@@ -65,8 +71,9 @@ def test_logprobs_are_those_of_our_own_forward_at_every_version_and_temperature(
         for server in pair:
           tokens = serving.long_prompt(step)
           found = await serving.prompt_logprobs(server, tokens)
+          # Sums in another order: on one of two machines, one of 300 differed by 3.7e-5.
           np.testing.assert_allclose(
-            found, forward(TIED, params[seed], tokens), atol=1e-5, rtol=1e-5
+            found, forward(TIED, params[seed], tokens), atol=5e-5, rtol=1e-5
           )
         for temperature in (0.0, 0.7, 1.0):
           samples = 1 if temperature == 0 else 6
@@ -135,8 +142,8 @@ def test_a_bad_file_is_refused_before_anything_is_written(pair, params, tmp_path
       asked = request(1, sampling=Sampling(temperature=0.0))
       for kind in ('a corrupted byte', 'a truncated file', 'a tensor missing', 'a missing file'):
 
-        def spoiled(version, leaves, kind=kind):
-          publication = write(version, leaves)
+        def spoiled(version, leaves, kind=kind, **slices):
+          publication = write(version, leaves, **slices)
           spoil(publication.directory / FILE, kind)
           return publication
 
@@ -183,6 +190,35 @@ def test_a_worker_that_keeps_one_old_tensor_is_caught_by_the_digest_of_what_is_l
       assert await serving.loaded(pair[0]) == await serving.loaded(pair[1])
 
   asyncio.run(main())
+
+
+def test_deltas_give_servers_the_bits_of_whole_weights(pair, params, tmp_path):
+  """A delta that cannot be read is followed by whole weights."""
+
+  async def main():
+    async with serving.attached(TIED, pair, tmp_path, full_every=4) as fleet:
+      tree, write = params[1], fleet._folder.write
+      for step in range(6):
+        tree = serving.moved(tree, step) if step else tree
+        if step == 2:
+          fleet._folder.write = lambda *args, **options: truncated(write(*args, **options))
+        await fleet.load(serving.weights_of(TIED, tree, Version(0, step)))
+        fleet._folder.write = write
+        wanted = serving.digests_of(TIED, tree)
+        assert [await serving.loaded(server) for server in pair] == [wanted] * 2
+        (completion,) = await ask(fleet, request(step))
+        assert {s.version for s in completion.segments} == {Version(0, step)}
+        # Whole: the first, the one that was spoiled.
+        assert len(fleet._current.publication.deltas) == (0, 1, 0, 1, 2, 3)[step]
+      assert fleet.counts['restarts'] == fleet.counts['void'] == 0
+
+  asyncio.run(main())
+
+
+def truncated(publication):
+  path = publication.deltas[-1].directory / DELTA
+  path.write_bytes(path.read_bytes()[:-5])
+  return publication
 
 
 def test_weights_that_are_not_the_trainers_fail_the_probe(pair, tmp_path):
@@ -232,6 +268,36 @@ def test_a_completion_under_way_goes_on_under_the_next_version(pair, params, tmp
   asyncio.run(main())
 
 
+def test_a_completion_under_way_can_keep_its_cache(pair, params, tmp_path):
+  """Its later tokens attend to keys and values of the weights before, a later request to none of
+  them: its prompt was cached by those weights.
+  """
+
+  async def main():
+    async with serving.attached(TIED, pair[:1], tmp_path, kv='keep') as fleet:
+      await fleet.load(weights(TIED, 1, A))
+      cached = request(7, length=300, max_tokens=2)
+      await ask(fleet, cached)
+      asked = request(5, max_tokens=380)
+      await fault(pair[0].address, 'slow', 0.2)
+      task = asyncio.create_task(ask(fleet, asked))
+      await generating(pair[0])
+      await fleet.load(weights(TIED, 2, B))
+      await fault(pair[0].address, 'slow', 0.0)
+      (completion,) = await task
+      assert [s.version for s in completion.segments] == [A, B]
+      cut = completion.segments[0].end
+      each = [params[1]] * cut + [params[2]] * (len(completion.tokens) - cut)
+      wanted = stepwise_logprobs(TIED, each, asked.prompt, completion.tokens)
+      np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
+      (later,) = await ask(fleet, cached)
+      tokens = [*cached.prompt, *later.tokens]
+      wanted = forward(TIED, params[2], tokens)[len(cached.prompt) :]
+      np.testing.assert_allclose(later.logprobs, wanted, atol=1e-4)
+
+  asyncio.run(main())
+
+
 def trained_on(pair, run):
   """Trains the job on the servers, and checks its metrics."""
   job.train(run, *serving.attached_job(pair))
@@ -260,14 +326,8 @@ def test_after_a_run_a_fresh_server_with_speculation_agrees(pair, tmp_path):
   """
   run = tmp_path / 'run'
   trained_on(pair, run)
-  speculation = {
-    'method': 'ngram',
-    'num_speculative_tokens': 4,
-    'prompt_lookup_max': 4,
-    'prompt_lookup_min': 2,
-  }
   (fresh,) = serving.servers_of(
-    TIED, run / 'hf', count=1, load='auto', speculative_config=speculation
+    TIED, run / 'hf', count=1, load='auto', speculative_config=SPECULATION
   )
 
   async def main():
@@ -294,7 +354,6 @@ def test_after_a_run_a_fresh_server_with_speculation_agrees(pair, tmp_path):
     assert await drafts(drafting) > before + 20, 'drafts were accepted'
     await plain.close()
     await drafting.close()
-    await sampled_with_drafts_is_off(fresh, load_params(run / 'hf', TIED.spec))
 
   try:
     asyncio.run(main())
@@ -395,35 +454,40 @@ async def drafts(client):
   return await counter(client, 'vllm:spec_decode_num_accepted_tokens_total')
 
 
-async def sampled_with_drafts_is_off(server, params):
-  """Why speculation is refused above temperature 0: when this fails, vLLM has mended it, and the
-  refusal can go.
-  """
-  client = VllmClient(server.address)
-  before, worst = await drafts(client), 0.0
-  for seed in range(16):
-    asked = request(seed, length=100, max_tokens=100)
-    body = greedy(asked)
-    body['sampling_params'] |= {'temperature': 1.0, 'seed': seed}
-    (choice,) = (await client.call('POST', '/inference/v1/generate', body))['choices']
-    logprobs = np.array([row['logprob'] for row in choice['logprobs']['content']])
-    wanted = forward(TIED, params, [*asked.prompt, *choice['token_ids']])[len(asked.prompt) :]
-    worst = max(worst, np.abs(logprobs - wanted).max())
-    if worst > 0.1 and await drafts(client) > before:
-      break
-  assert await drafts(client) > before, 'drafts were accepted at temperature 1'
-  assert worst > 0.1
-  await client.close()
+@pytest.mark.acceptance
+def test_speculation_samples_only_if_it_passes_the_self_test(tmp_path):
+  """vLLM 0.32 does not pass. When this fails, it has mended its sampling with drafts."""
+  (server,) = serving.servers_of(TIED, tmp_path / 'model', count=1, speculative_config=SPECULATION)
+
+  async def main():
+    await serving.started([server])
+    config = {'args': {'speculative_config': SPECULATION}}
+    async with serving.attached(TIED, [server], tmp_path, **config) as fleet:
+      await fleet.load(weights(TIED, 1, A))
+      await ask(fleet, request(1, sampling=Sampling(temperature=0.0)))
+      fault = fleet.replicas[0].sampling_fault
+      assert fault is not None and 'has no result' not in fault, fault
+      print('self-test:', fault)
+      with pytest.raises(UserError, match=r'failed the self-test: .*; remove rollout\.vllm\.args'):
+        await ask(fleet, request(1))
+
+  try:
+    asyncio.run(main())
+  finally:
+    asyncio.run(server.close())
 
 
-def test_sampled_requests_are_refused_where_servers_speculate(pair, tmp_path):
+def test_sampled_requests_are_refused_where_servers_may_speculate(pair, tmp_path):
+  """Other temperatures than that of the self-test; these servers do not speculate."""
+
   async def main():
     config = {'args': {'speculative_config': {'method': 'ngram'}}}
     async with serving.attached(TIED, pair, tmp_path, **config) as fleet:
       await fleet.load(weights(TIED, 1, A))
-      await ask(fleet, request(1, sampling=Sampling(temperature=0.0)))
+      for temperature in (0.0, 1.0):
+        await ask(fleet, request(1, sampling=Sampling(temperature=temperature)))
       with pytest.raises(UserError, match='only greedy requests'):
-        await ask(fleet, request(1))
+        await ask(fleet, request(1, sampling=Sampling(temperature=0.7)))
 
   asyncio.run(main())
 

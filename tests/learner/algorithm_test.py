@@ -719,9 +719,7 @@ def test_a_group_is_mixed_by_what_its_rows_are_worth():
 
 
 def test_trajectories_are_mixed_by_what_they_share_a_baseline_with():
-  """Both trajectories end with 1 and go through a step of 0: what the steps earn differs, the
-  trajectories do not.
-  """
+  """Both trajectories earn 1 in all, and from step 1 on different amounts."""
 
   def steps(i, name, step, reward):
     return row(i, 'a', reward, trajectory=name, step_index=step)
@@ -734,13 +732,13 @@ def test_trajectories_are_mixed_by_what_they_share_a_baseline_with():
   ]
   for credit in ('trajectory', 'step'):
     assert not annotated(grpo(DapoConfig(credit=credit)), rows).in_loss.any()
-  rows[2] = dataclasses.replace(rows[2], reward=0.5)
+  rows[2:] = [steps(2, 'y', 0, 0.5), steps(3, 'y', 1, 0.5)]
   assert not annotated(grpo(DapoConfig()), rows).in_loss.any()
   assert annotated(grpo(DapoConfig(credit='step')), rows).in_loss.tolist() == [
-    True,
     False,
     True,
     False,
+    True,
   ]
 
 
@@ -758,44 +756,26 @@ def test_steps_of_a_trajectory_share_its_advantage():
   rows = [steps(0, 'x', 0, 0.0), steps(1, 'x', 1, 4.0), steps(2, 'y', 0, 0.0)]
   found = annotated(grpo(GrpoConfig(norm_adv_by_std=False)), rows)
   np.testing.assert_array_equal(found.advantages, [2, 2, -2])
-  found = annotated(grpo(GrpoConfig(norm_adv_by_std=False, credit='step')), rows)
-  # each step's own baseline: equal rewards, or alone
-  np.testing.assert_array_equal(found.advantages, [0, 0, 0])
-
-
-STEPS = [
-  row(0, 'a', 0.0, trajectory='x', step_index=0),
-  row(1, 'a', 1.0, trajectory='x', step_index=1),
-  row(2, 'a', 0.0),
-  row(3, 'a', 1.0),
-]
+  # Returns of step 0: 0.5 · 4 and 0. Step 1 is compared with none.
+  config = GrpoConfig(norm_adv_by_std=False, credit='step', step_gamma=0.5)
+  np.testing.assert_array_equal(annotated(grpo(config), rows).advantages, [1, 0, -1])
 
 
 @pytest.mark.parametrize(
-  ('algorithm', 'said'),
-  [
-    (grpo(PpoConfig()), "adv_estimator 'gae' treats each row as an episode; use grpo"),
-    (
-      grpo(ReinforcePlusPlusConfig()),
-      "adv_estimator 'reinforce_plus_plus' treats each row as an episode",
-    ),
-    (opmd(OpmdConfig(), SETTING), 'opmd averages its baseline over rows'),
-    (opmd(OpmdConfig(baseline='log_partition'), SETTING), 'opmd averages its baseline over rows'),
-    (grpo(GrpoConfig(overlong_buffer_len=4)), 'depend on the length of a row'),
-    (
-      grpo(GrpoConfig(length_reward_weight=0.5, length_reward_warmup_steps=9)),
-      'depend on the length of a row',
-    ),
-  ],
+  'options', [{'overlong_buffer_len': 4}, {'length_reward_weight': 0.5}], ids=['overlong', 'length']
 )
-def test_trajectories_of_several_rows_are_refused_where_a_row_is_taken_for_one(algorithm, said):
-  with pytest.raises(UserError, match=re.escape(said)) as caught:
-    annotated(algorithm, STEPS, **tokens_of(algorithm, len(STEPS)))
-  assert '\n' not in str(caught.value) and 'row s/0: is step 0 of trajectory x' in str(caught.value)
-  # A last step alone, whose first one was dropped, is no whole trajectory either.
-  with pytest.raises(UserError, match='row s/1: is step 1 of trajectory x'):
-    annotated(algorithm, STEPS[1:], **tokens_of(algorithm, 3))
-  assert annotated(algorithm, [STEPS[0], *STEPS[2:]], **tokens_of(algorithm, 3)).in_loss.all()
+@pytest.mark.parametrize(
+  'build',
+  [lambda o, s: policy_gradient(GrpoConfig(**o), s), lambda o, s: opmd(OpmdConfig(**o), s)],
+  ids=['grpo', 'opmd'],
+)
+def test_terms_of_the_length_are_refused_where_trajectories_may_have_several_steps(build, options):
+  build(options, SETTING)
+  with pytest.raises(
+    UserError, match=r'rollout\.max_steps=2 permits trajectories of several'
+  ) as got:
+    build(options, dataclasses.replace(SETTING, max_steps=2))
+  assert '\n' not in str(got.value)
 
 
 def test_hand_worked_opmd_loss():

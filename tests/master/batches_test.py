@@ -25,7 +25,14 @@ from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import GrpoConfig, PpoConfig, ReinforcePlusPlusConfig
 from jaxrl_llm.learner.preference import DpoConfig, dpo
 from jaxrl_llm.learner.supervised import SftConfig, sft
-from jaxrl_llm.master.batches import Batches, MixedBatches, Planner, RolloutBatches, StreamBatches
+from jaxrl_llm.master.batches import (
+  Batches,
+  LateBatches,
+  MixedBatches,
+  Planner,
+  RolloutBatches,
+  StreamBatches,
+)
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.replay.audit import audit
@@ -204,7 +211,7 @@ def test_a_failure_of_the_batch_goes_through_unless_the_run_is_leaving():
   assert close(12, error=KeyError('x'), stop=signal.SIGINT)[0].stop == signal.SIGINT
 
 
-def test_minibatches_and_epochs_deal_every_row_once_per_epoch_and_ask_for_the_proximal_pass():
+def test_each_epoch_contains_every_row_once_and_requires_the_proximal_pass():
   plan, _ = close(12, make_stage(minibatches=2, epochs=3))
   assert [len(rows) for rows in plan.optimizer_steps] == [2] * 6
   for first, second in zip(plan.optimizer_steps[::2], plan.optimizer_steps[1::2], strict=True):
@@ -284,7 +291,7 @@ def test_while_the_critic_warms_up_a_pass_gives_the_logprobs():
   ]
 
 
-def test_what_is_held_out_is_named_where_the_step_ends_with_an_evaluation():
+def test_a_step_with_an_evaluation_lists_the_held_out_rows():
   held_out = tuple(make_row(i) for i in range(7, 9))
   plans = {
     step: close(step, make_stage(evaluate_every=4), held_out=held_out)[0] for step in range(10, 20)
@@ -296,7 +303,7 @@ def test_what_is_held_out_is_named_where_the_step_ends_with_an_evaluation():
   assert StepPlan.from_json(json.loads(json.dumps(plans[13].to_json()))) == plans[13]
 
 
-def test_the_deal_is_a_function_of_seed_and_step():
+def test_the_split_is_a_function_of_seed_and_step():
   def deal(step, seed):
     return close(step, make_stage(minibatches=2), seed=seed)[0].optimizer_steps
 
@@ -304,26 +311,31 @@ def test_the_deal_is_a_function_of_seed_and_step():
   assert len({deal(step, seed) for step in range(10, 16) for seed in range(4)}) > 2
 
 
-def test_a_streams_state_is_of_the_last_completed_batch(tmp_path, tokenizer):
+@pytest.mark.parametrize('late', [False, True])
+def test_a_streams_state_is_of_the_last_completed_batch(tmp_path, tokenizer, late):
   samples = [
     demonstration_sample(t, 'ab', tokenizer, number=i)
     for i, t in enumerate(exploring.make_tasks(7))
   ]
   write_segment(tmp_path, 'sft.arrayrecord', [encode(sample) for sample in samples])
 
+  def open_stream():
+    return RowStream(tmp_path, 'sft.arrayrecord', rows=3, seed=1)
+
   def make():
-    return StreamBatches(RowStream(tmp_path, 'sft.arrayrecord', rows=3, seed=1))
+    return LateBatches(open_stream) if late else StreamBatches(open_stream())
 
   async def main():
     batches, drawn, states = make(), [], []
-    for step in range(5):
-      batches.advance(step, step)
-      states.append(json.dumps(batches.state()))
-      rows, counts = await batches.next()
-      assert counts == {} and all(row.is_expert and row.reward is None for row in rows)
-      assert json.dumps(batches.state()) == states[-1], 'drawn, not trained'
-      drawn.append([row.uid for row in rows])
-      batches.trained(StepPlan(step=step, stage='sft', rows=tuple(rows)))
+    async with batches.running():
+      for step in range(5):
+        batches.advance(step, step)
+        states.append(json.dumps(batches.state()))
+        rows, counts = await batches.next()
+        assert counts == {} and all(row.is_expert and row.reward is None for row in rows)
+        assert json.dumps(batches.state()) == states[-1], 'drawn, not trained'
+        drawn.append([row.uid for row in rows])
+        batches.trained(StepPlan(step=step, stage='sft', rows=tuple(rows)))
     for step, state in enumerate(states):
       resumed = make()
       resumed.restore(json.loads(state))

@@ -17,6 +17,7 @@ from jaxrl_llm.master.evaluation import (
   Evaluator,
   SuiteConfig,
   greedy_metrics,
+  majority,
   pass_at_k,
   response_metrics,
   sampled_metrics,
@@ -29,8 +30,15 @@ def suite(**fields):
   return SuiteConfig(**{'name': 'held_out', 'taskset': 'eval', **fields})
 
 
-def row(uid, score, *, finish='stop', length=4):
-  return {'uid': uid, 'score': score, 'finish_reason': finish, 'response_len': length}
+def row(uid, score, answer='x', *, finish='stop', length=4):
+  return {
+    'uid': uid,
+    'score': score,
+    'answer': answer,
+    'completion': 'text',
+    'finish_reason': finish,
+    'response_len': length,
+  }
 
 
 @pytest.mark.parametrize(
@@ -66,6 +74,24 @@ def test_standard_error_by_hand():
   assert math.isnan(standard_error([1.0])) and math.isnan(standard_error([]))
 
 
+@pytest.mark.parametrize(
+  ('rows', 'wanted'),
+  [
+    ([('7', 1.0), ('7', 1.0), ('8', 0.0)], 1.0),
+    ([('7', 1.0), ('8', 0.0), ('8', 0.0)], 0.0),
+    # Two answers with two votes each, one of them correct; the third has too few.
+    ([('7', 1.0), ('7', 1.0), ('8', 0.0), ('8', 0.0), ('9', 1.0)], 0.5),
+    # An unscorable completion does not vote.
+    ([('7', 1.0), ('8', None), ('8', None)], 1.0),
+    # Without an answer, the text votes.
+    ([(None, 0.0), (None, 0.0), ('7', 1.0)], 0.0),
+    ([('7', None)], None),
+  ],
+)
+def test_the_most_frequent_answer_decides(rows, wanted):
+  assert majority(suite(), [row('a', score, answer) for answer, score in rows]) == wanted
+
+
 def test_greedy_accuracy_is_the_share_solved_among_the_scorable():
   """Partial credit (0.5) does not solve; None is in neither numerator nor denominator: 2 of 4."""
   rows = [[row(uid, score)] for uid, score in zip('abcde', [1.0, 0.5, 0.0, None, 1.0])]
@@ -81,7 +107,7 @@ def test_greedy_accuracy_is_the_share_solved_among_the_scorable():
 def test_an_accuracy_of_nothing_scorable_is_unknown_and_not_zero():
   rows = [[row('a', None), row('a', None)], [row('b', None), row('b', None)]]
   found = greedy_metrics(suite(), rows) | sampled_metrics(suite(samples=2), rows)
-  assert len(found) == 6 and all(math.isnan(value) for value in found.values())
+  assert len(found) == 7 and all(math.isnan(value) for value in found.values())
 
 
 def test_mean_and_pass_over_tasks_by_hand():
@@ -98,6 +124,8 @@ def test_mean_and_pass_over_tasks_by_hand():
     'val-core/eval/acc/mean@4': pytest.approx(1 / 3),
     # Deviations 1/6, -1/3, 1/6: squares sum to 1/6, over 2, over 3.
     'val-core/eval/acc/mean@4/stderr': pytest.approx(math.sqrt(1 / 36)),
+    # All four answers are the same: what decides is the share of correct ones.
+    'val-core/eval/acc/maj@4': pytest.approx(1 / 3),
     'val-core/eval/acc/pass@1': pytest.approx(1 / 3),
     # a: 1 - C(2,2)/C(4,2) = 5/6; b: 0; c: of its two scorable 1 - 0/1 = 1.
     'val-core/eval/acc/pass@2': pytest.approx((5 / 6 + 0 + 1) / 3),
@@ -173,7 +201,7 @@ def test_a_suite_asks_each_task_once_greedily_and_n_times_sampled(tokenizer):
   )
 
 
-def test_an_evaluation_does_not_depend_on_what_ends_first(tokenizer):
+def test_an_evaluation_does_not_depend_on_the_order_of_completion(tokenizer):
   tasks = exploring.make_tasks(6, 'eval')
   first, *others = [
     evaluate(tokenizer, suite(samples=4), tasks, judge, delays=d)[1] for d in range(4)
@@ -203,7 +231,7 @@ def test_greedy_only_asks_for_nothing_else(tokenizer):
   assert not any('@' in key for key in metrics)
 
 
-def test_a_suite_that_makes_no_progress_any_more_ends_with_a_line(tokenizer):
+def test_a_suite_without_progress_ends_with_one_line(tokenizer):
   engine = exploring.FakeEngine(tokenizer)
   engine.hold = lambda request: len(engine.requests) > 2
   scorers = exploring.FakeScorers(lambda attempt: 1.0)

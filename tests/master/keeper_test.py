@@ -1,25 +1,51 @@
-"""What a row of metrics says the seconds of trainer and servers were spent on."""
+"""The keeper of a process other than 0."""
 
-from jaxrl_llm.master.keeper import _goodput
+import asyncio
+import types
 
-TIMES = {'timing_s/gen': 4.0, 'timing_s/train': 3.0, 'perf/rollout_idle_s': 0.0}
-
-
-def ledger(row, process, **how):
-  found = _goodput(row, 10.0, **{'explores': True, 'is_repeated': False} | how)
-  prefix = f'goodput/seconds/{process}/'
-  seconds = {key.removeprefix(prefix): s for key, s in found.items() if key.startswith(prefix)}
-  return {name: spent for name, spent in seconds.items() if spent}
+from jaxrl_llm.master.keeper import RunKeeper, Start
+from jaxrl_llm.master.loop import LoopState
+from jaxrl_llm.master.process import Process
+from jaxrl_llm.runtime import goodput
 
 
-def test_servers_of_a_stage_without_rollouts_are_idle():
-  row = TIMES | {'run/engines_serving': 2.0, 'perf/publish_pause_s': 1.0}
-  assert ledger(row, 'servers') == {'generate': 18.0, 'publish': 2.0}
-  assert ledger(row, 'servers', explores=False) == {'idle': 18.0, 'publish': 2.0}
+class Follower:
+  """Coordinator of a process that is told `said`."""
+
+  leads = False
+
+  def __init__(self, said):
+    self.said = said
+
+  async def broadcast(self, decision):
+    assert decision is None
+    return self.said
 
 
-def test_a_trainer_whose_servers_are_all_lost_waits_and_only_an_embedded_engine_generates():
-  embedded, lost = TIMES, TIMES | {'run/engines_serving': 0.0}
-  assert ledger(embedded, 'trainer') == {'generate': 4.0, 'train': 3.0, 'other': 3.0}
-  assert ledger(lost, 'trainer') == {'wait': 4.0, 'train': 3.0, 'other': 3.0}
-  assert ledger(embedded, 'servers') == ledger(lost, 'servers') == {}
+def test_every_process_knows_which_steps_are_repeated(tmp_path):
+  process = Process(coordinator=Follower(said=2), device=None, mesh=None)
+  stage = types.SimpleNamespace(name='grpo', start=1)
+  batch = types.SimpleNamespace(plan=types.SimpleNamespace(evaluate=False, commit=False))
+  keeper = RunKeeper(
+    process,
+    Start(stop=None),
+    publisher=None,
+    checkpoints=None,
+    logs=None,
+    generates=False,
+    goodput_file=goodput.file_of(tmp_path, 1),
+  )
+
+  async def main():
+    await keeper.start(LoopState(None, 1, evaluated=True), stage)
+    for step in (2, 3):
+      with process.stopwatch.timed('step'), process.stopwatch.timed('gen'):
+        pass
+      await keeper.after_step(LoopState(None, step), stage, batch, None)
+
+  asyncio.run(main())
+  classes = [
+    {key.removeprefix('goodput/seconds/trainer/') for key in row} & {'recompute', 'wait'}
+    for row in goodput.rows_of_others(tmp_path)
+  ]
+  assert classes == [{'recompute'}, {'wait'}]

@@ -114,6 +114,11 @@ class Trainer:
   def __init__(self, moves):
     self._moves = moves
 
+  def scoring_roles(self, plan):
+    return frozenset()
+
+  training_roles = scoring_roles
+
   async def annotate(self, learned, plan):
     packing = pack_step(plan, 0, SHAPE)
     packed = PackedStep(
@@ -197,13 +202,13 @@ class Run:
         rewards=exploring.REWARDS,
       ),
       suites=[(SuiteConfig(name=name, taskset=name), TASKS) for name in self.suites],
-      token_text=str,
+      decode=str,
       machine_metrics=dict,
     )
     best = tuple(host['best']) if host and host['best'] else None
     keeper = RunKeeper(
       process,
-      Start(attempt=store.attempt, stop=stop, best=best),
+      Start(stop=stop, best=best),
       publisher=(publisher := Publisher(engine, Gatherer(mesh), device)),
       checkpoints=checkpoints,
       logs=logs,
@@ -222,9 +227,13 @@ class Run:
       enter_stage=enter,
       planner=Planner(seed=0, every_steps=100, every_minutes=1e6, stop=stop),
       batches=batches,
-      attempt=store.attempt,
     )
-    state = loop.LoopState(Learned(train), step, evaluated=bool(host and host['evaluated']))
+    state = loop.LoopState(
+      Learned(train),
+      step,
+      attempt=store.attempt,
+      evaluated=bool(host and host['evaluated']),
+    )
     with logs.progress:
       outcome = await asyncio.wait_for(loop.run(parts, state), 30)
     logs.metrics.close()
@@ -280,9 +289,7 @@ def test_an_uninterrupted_run_and_a_finished_one_started_again(tmp_path, tokeniz
 
 @pytest.mark.parametrize('suite', SUITES)
 @pytest.mark.parametrize('step', [0, 2, 4])
-def test_an_evaluation_cut_short_by_a_signal_is_made_whole_at_the_next_start(
-  tmp_path, tokenizer, step, suite
-):
+def test_an_interrupted_evaluation_is_repeated_at_the_next_start(tmp_path, tokenizer, step, suite):
   left = Run(tmp_path, tokenizer, interrupt=lambda at, name: (at, name) == (step, suite))
   outcome = left.start()
   assert (outcome.stop, outcome.state.step, outcome.state.evaluated) == (
@@ -367,7 +374,7 @@ def test_a_stage_that_explores_names_the_weights_before_each_batch(tmp_path, tok
   assert published(run) == [(kind, (1, step)) for step, kind in enumerate(kinds)]
 
 
-def test_a_new_attempt_publishes_its_weights_whoever_moved_them(tmp_path, tokenizer):
+def test_a_new_attempt_always_publishes_its_weights(tmp_path, tokenizer):
   Run(tmp_path, tokenizer, moves=lambda step: False, interrupt=lambda at, name: at == 2).start()
   again = Run(tmp_path, tokenizer, moves=lambda step: False)
   assert again.start().stop == 0

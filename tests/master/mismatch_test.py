@@ -35,7 +35,8 @@ from jaxrl_llm.replay.segments import write_segment
 from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
-from jaxrl_llm.runtime.metrics import METRICS, describe, resolve
+from jaxrl_llm.runtime.metric_descriptions import METRICS, describe
+from jaxrl_llm.runtime.metrics import resolve
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 
@@ -76,7 +77,7 @@ def test_two_sequences_by_hand():
   )
 
 
-def test_equal_logprobs_are_no_mismatch_at_all():
+def test_equal_logprobs_have_zero_mismatch():
   found = measured([(sampler, sampler) for _, sampler in HAND])
   ones = {
     'rollout_is_mean',
@@ -124,13 +125,13 @@ def test_a_broken_trainer_is_reported_not_hidden():
   assert found['rollout_corr/kl'] == math.inf and found['rollout_corr/training_ppl'] == math.inf
 
 
-def test_what_has_no_sampled_token_counts_nowhere():
+def test_sequences_without_sampled_tokens_are_not_counted():
   empty = (np.zeros(0), np.zeros(0))
   assert mismatch_metrics([]) == {} == mismatch_metrics([empty])
   assert measured([*HAND, empty]) == measured(HAND)
 
 
-def test_every_key_says_how_to_read_it():
+def test_every_key_has_a_description_of_how_to_read_it():
   for key in measured(HAND):
     text = describe(key)
     assert text is not None and text != METRICS['rollout_corr/<name>'], key
@@ -160,7 +161,7 @@ def test_budgets(config, values, budgets):
   assert list(over_budget(MismatchConfig(**config), values)) == budgets
 
 
-def test_a_note_says_what_was_wanted_and_what_to_do_in_one_line():
+def test_a_note_states_expectation_and_remedy_in_one_line():
   lines = over_budget(MismatchConfig(warn_max_difference=2.5), VALUES)
   for budget, words in {
     'warn_k3_kl': [
@@ -280,7 +281,7 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
       rewards=exploring.REWARDS,
     ),
     suites=[],
-    token_text=str,
+    decode=str,
     machine_metrics=dict,
     mismatch=config,
   )
@@ -292,7 +293,7 @@ def kept(workdir, tokenizer, differences, config, *, taken=TAKEN):
     )
     keeper = RunKeeper(
       process,
-      Start(attempt=0, stop=asyncio.get_running_loop().create_future()),
+      Start(stop=asyncio.get_running_loop().create_future()),
       publisher=Publisher(engine, Gatherer(mesh), device),
       checkpoints=Checkpoints(workdir / 'checkpoints', CheckpointConfig(), leads=True),
       logs=logs,

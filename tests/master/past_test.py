@@ -10,7 +10,8 @@ import json
 import exploring
 import pytest
 
-from jaxrl_llm.app.schema import AlgorithmConfig, PastConfig, Rollouts, StageConfig
+from jaxrl_llm.app.schema import AlgorithmConfig, StageConfig
+from jaxrl_llm.app.sources import PastConfig, Rollouts
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Version
@@ -86,7 +87,7 @@ def test_a_stage_keeps_its_own_most_where_another_of_the_run_permits_more(tokeni
 
 
 @pytest.mark.parametrize('order', ['priority', 'newest', 'shuffled'])
-def test_groups_come_again_whole_and_at_most_max_uses_times(tokenizer, tmp_path, order):
+def test_whole_groups_are_reused_at_most_max_uses_times(tokenizer, tmp_path, order):
   config = DrawConfig(order=order, cooldown=1, max_age=8)
   plans, _, taken, report = run(tokenizer, tmp_path / 'replay', steps=16, max_uses=3, config=config)
   uses = collections.Counter(group for plan in plans for group in groups_of(plan))
@@ -114,7 +115,7 @@ def test_groups_are_drawn_up_to_the_age_that_is_permitted_and_no_further(tokeniz
     assert ages == dict.fromkeys(range(min(plan.step, 3) + 1), 4), 'two groups of two of each age'
 
 
-def test_by_priority_what_was_used_less_and_is_newer_comes_first(tokenizer, tmp_path):
+def test_priority_prefers_less_used_and_newer_groups(tokenizer, tmp_path):
   """Worked by hand. Batch 0: tasks 0 1. Batch 1: 2 3, for 0 1 rest. Batch 2: 4 5, and 1 0. Batch 3:
   6 7 and 3 2, for the others rest. Batch 4: 8 9, then 5 and 4 (version 2, used once: 0) before 1
   and 0 (version 0, twice: -4).

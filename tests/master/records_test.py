@@ -13,12 +13,20 @@ from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.data.load import PackedStep
 from jaxrl_llm.learner.algorithm import Annotation
-from jaxrl_llm.master.batches import rollout_row
+from jaxrl_llm.master.batches import step_rows
 from jaxrl_llm.master.exploring.selection import Experience
-from jaxrl_llm.master.records import batch_metrics, logprob_pairs, rollout_rows
+from jaxrl_llm.master.mismatch import MismatchConfig
+from jaxrl_llm.master.records import (
+  _span_metrics,
+  batch_metrics,
+  logprob_pairs,
+  rollout_rows,
+  step_metrics,
+)
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.rewards.api import Reward
-from jaxrl_llm.runtime.metrics import describe, resolve
+from jaxrl_llm.runtime.metric_descriptions import describe
+from jaxrl_llm.runtime.metrics import resolve
 
 TASK = Task(
   taskset='train',
@@ -36,6 +44,10 @@ PARTS = (
   {'judge': 0.5},
   {'judge': 1.0, 'format': 1.0},
 )
+
+
+def text(ids):
+  return ''.join(f'<{i}>' for i in ids)
 
 
 def member(i: int) -> Experience:
@@ -79,7 +91,8 @@ def closed():
   chunks of 16.
   """
   members = [member(i) for i in range(4)]
-  rows = tuple(rollout_row(m, ('00000005.arrayrecord', i)) for i, m in enumerate(members))
+  places = {m.sample.uid: ('00000005.arrayrecord', i) for i, m in enumerate(members)}
+  rows = tuple(row for m in members for row in step_rows(m, places))
   plan = StepPlan(
     step=5,
     stage='grpo',
@@ -115,6 +128,7 @@ def test_metrics_of_a_batch_of_rollouts_by_hand(closed):
       'perf/total_num_tokens': 18.0,  # 10 + 4 * 2
       # 18 tokens in chunks of 16 take two of them, which is one micro-batch of 32 places.
       'perf/packing_utilisation': 18 / 32,
+      'perf/shared_tokens_ratio': 0.0,
       'critic/score/mean': 0.625,
       'critic/score/max': 1.0,
       'critic/score/min': 0.0,
@@ -183,7 +197,7 @@ def test_rollouts_carry_each_completion_tokens_numbers_in_the_order_of_the_plan(
   # The trainer's logprobs are per token of the whole sequence: -0.1, -0.2, ... plus the row's
   # number.
   logprobs = {i: -0.1 * np.arange(1, 3 + RESPONSES[i]) - i for i in range(4)}
-  rows = rollout_rows(batch, Updated({}, logprobs, True), taken, token_text=lambda t: f'<{t}>')
+  rows = rollout_rows(batch, Updated({}, logprobs, True), taken, decode=text)
   assert [row['uid'] for row in rows] == ['g0/0', 'g0/1', 'g1/0', 'g1/1']
   third = rows[2]
   assert third['token_ids'].tolist() == [22, 23, 24, 25]
@@ -199,10 +213,76 @@ def test_rollouts_carry_each_completion_tokens_numbers_in_the_order_of_the_plan(
   json.dumps([{k: v for k, v in row.items() if not isinstance(v, np.ndarray)} for row in rows])
 
 
+def test_rollouts_say_which_tokens_are_whose_turn_with_its_reward_and_versions(closed):
+  """The third sample: two tokens of the policy, one of a tool, one of the policy. The first has one
+  turn, of one version.
+  """
+  batch, taken = closed
+  third = taken['g1/0']
+  role = np.array([Role.PROMPT] * 2 + [Role.POLICY] * 2 + [Role.TOOL, Role.POLICY], np.uint8)
+  drawn = role == Role.POLICY
+  sample = dataclasses.replace(
+    third.sample,
+    role=role,
+    sampled=drawn,
+    loss_mask=drawn,
+    behaviour_logprobs=np.zeros(6, np.float32),
+    segments=(
+      Segment(start=2, end=3, version=Version(0, 4), engine='fake', finish='load'),
+      Segment(start=3, end=4, version=Version(0, 5), engine='fake', finish='stop'),
+      Segment(start=5, end=6, version=Version(0, 5), engine='fake', finish='stop'),
+    ),
+  )
+  reward = dataclasses.replace(third.reward, turn_values=(0.25,))
+  taken = {**taken, 'g1/0': dataclasses.replace(third, sample=sample, reward=reward)}
+
+  def decode(ids):  # of a character that is spread over two tokens
+    return 'é' if ids == [24] else text(ids)
+
+  first, _, row, last = rollout_rows(batch, Updated({}, None, False), taken, decode)
+  assert row['turns'] == [['policy', 0, 2], ['observation', 2, 3], ['policy', 3, 4]]
+  assert row['tokens'][2] == 'é'
+  assert row['turn_rewards'] == [0.25, 0.5]
+  assert row['versions'] == [[0, 1, 4], [1, 2, 5], [3, 4, 5]]
+  assert not {'turns', 'turn_rewards', 'versions'} & first.keys()
+  assert last['versions'] == [[0, 1, 4], [1, 2, 5]]
+  assert first['context'] == '<0><1>' and row['context'] == '<20><21>'
+
+
+def test_a_prompt_is_written_once_a_group_and_a_huge_one_is_cut(closed):
+  batch, taken = closed
+  same = {}
+  for uid, member in taken.items():
+    tokens = np.array([1, 2, *member.sample.tokens[2:]], np.int32)
+    sample = dataclasses.replace(member.sample, tokens=tokens)
+    same[uid] = dataclasses.replace(member, sample=sample)
+  rows = rollout_rows(batch, Updated({}, None, False), same, text)
+  assert [row.get('context') for row in rows] == ['<1><2>', None, '<1><2>', None]
+  assert [row.get('context_of') for row in rows] == [None, 'g0/0', None, 'g1/0']
+  huge = rollout_rows(batch, Updated({}, None, False), same, lambda ids: 'x' * 10**6)[0]['context']
+  assert len(huge) < 21_000 and '… [980,000 characters left out] …' in huge
+
+
+def test_large_steps_have_transcripts_of_whole_groups(closed):
+  batch, taken = closed
+
+  def written(most):
+    rows = rollout_rows(batch, Updated({}, None, False), taken, str, most_tokens=most)
+    return [row['uid'] for row in rows], {row.get('step_samples') for row in rows}
+
+  total = sum(RESPONSES)
+  every = ['g0/0', 'g0/1', 'g1/0', 'g1/1']
+  assert written(None) == written(total) == (every, {None})
+  for most in (1, total - 1):
+    uids, samples = written(most)
+    assert uids in (every[:2], every[2:]) and samples == {4}
+    assert written(most)[0] == uids, 'the same ones after a resume'
+
+
 def test_a_batch_that_was_not_trained_on_is_compared_with_no_trainer(closed):
   batch, taken = closed
   passed = Updated({}, None, False)
-  rows = rollout_rows(batch, passed, taken, token_text=str)
+  rows = rollout_rows(batch, passed, taken, decode=str)
   assert [len(row['trainer_logprobs']) for row in rows] == [len(row['token_ids']) for row in rows]
   assert all(np.isnan(row['trainer_logprobs']).all() for row in rows), 'null in the file'
   assert logprob_pairs(batch, passed, taken) == []
@@ -228,6 +308,52 @@ def test_trainer_and_sampler_are_compared_on_trained_and_sampled_tokens_alone(cl
   assert pairs[3][0] == pytest.approx([-3.3, -3.4]) and pairs[3][1].tolist() == [-1.5, -1.5]
 
 
+def test_mismatch_is_measured_for_the_tokens_of_each_version(closed):
+  """The fourth's first token is of step 4, all others are of step 5, that of the batch."""
+  batch, taken = closed
+  logprobs = {i: taken[row.uid].sample.behaviour_logprobs for i, row in enumerate(batch.plan.rows)}
+  logprobs[3] = logprobs[3] + np.array([0, 0, 0.1, -0.2], np.float32)
+  found = resolve(_span_metrics(batch, Updated({}, logprobs, True), taken))
+  k3 = [np.expm1(r) - r for r in (0.1, -0.2)]
+  assert found == pytest.approx(
+    {
+      'rollout_corr/lag/0/tokens': 9.0,
+      'rollout_corr/lag/0/kl': 0.2 / 9,
+      'rollout_corr/lag/0/k3_kl': k3[1] / 9,
+      'rollout_corr/lag/1/tokens': 1.0,
+      'rollout_corr/lag/1/kl': -0.1,
+      'rollout_corr/lag/1/k3_kl': k3[0],
+    },
+    rel=1e-4,
+  )
+  assert all(describe(key) for key in found)
+  alone = {uid: member for uid, member in taken.items() if uid != 'g1/1'}
+  assert _span_metrics(batch, Updated({}, logprobs, True), alone) == {}, 'no sample of two versions'
+
+
+def test_each_step_of_a_trajectory_is_compared_with_its_own_row(closed):
+  """The second step is shorter, and its first token is of step 4."""
+  batch, taken = closed
+  first, second = taken['g1/0'], taken['g1/1'].sample
+  second = dataclasses.replace(
+    second, uid='g1/0.1', trajectory_id=first.sample.trajectory_id, step_index=1
+  )
+  whole = dataclasses.replace(first, later=(second,))
+  places = {step.uid: ('00000005.arrayrecord', i) for i, step in enumerate(whole.steps)}
+  batch = replanned(
+    batch, step_rows(whole, places), advantages=np.ones(2), in_loss=np.ones(2, bool)
+  )
+  logprobs = {i: step.behaviour_logprobs.copy() for i, step in enumerate(whole.steps)}
+  logprobs[1][2:] += np.array([0.1, -0.2], np.float32)
+  found, _ = step_metrics(
+    batch, Updated({}, logprobs, True), dict.fromkeys(places, whole), MismatchConfig()
+  )
+  assert (found['num_steps/max'], found['rollout_corr/lag/0/tokens']) == (2.0, 5.0)
+  assert found['rollout_corr/lag/1/tokens'] == 1.0
+  assert found['rollout_corr/lag/0/kl'] == pytest.approx(0.2 / 5, rel=1e-4)
+  assert found['rollout_corr/lag/1/kl'] == pytest.approx(-0.1, rel=1e-4)
+
+
 def replanned(batch: Batch, rows, **annotation) -> Batch:
   """The batch of other rows, in one optimizer step."""
   plan = dataclasses.replace(
@@ -250,11 +376,11 @@ def test_advantages_per_token_count_token_by_token(closed):
   assert found['critic/advantages/mean'] == pytest.approx(3.5 / 7)
   assert (found['critic/advantages/max'], found['critic/advantages/min']) == (4.0, -3.0)
   logprobs = {i: np.zeros(2 + RESPONSES[i]) for i in range(4)}
-  rows = rollout_rows(batch, Updated({}, logprobs, True), taken, token_text=str)
+  rows = rollout_rows(batch, Updated({}, logprobs, True), taken, decode=str)
   assert [row['advantages'].tolist() for row in rows] == [a[2:] for a in own]
 
 
-def test_shaped_rewards_are_told_apart_from_scores(closed):
+def test_shaped_rewards_are_reported_separately_from_scores(closed):
   batch, taken = closed
   batch = batch._replace(annotation=batch.annotation._replace(rewards=[0.5, None, -1.0, 2.0]))
   found = resolve(batch_metrics(batch, taken))
@@ -301,7 +427,7 @@ def test_a_sample_of_several_pairs_is_written_down_once(closed):
   rows = [batch.plan.rows[i] for i in (0, 1, 0, 3, 2)]
   again = replanned(batch, rows, advantages=np.arange(5.0), in_loss=np.ones(5, bool))
   logprobs = {i: np.full(row.length, -float(i)) for i, row in enumerate(rows)}
-  written = rollout_rows(again, Updated({}, logprobs, True), taken, token_text=str)
+  written = rollout_rows(again, Updated({}, logprobs, True), taken, decode=str)
   assert [row['uid'] for row in written] == ['g0/0', 'g0/1', 'g1/1', 'g1/0']
   assert [row['trainer_logprobs'][0] for row in written] == [0.0, -1.0, -3.0, -4.0]
   assert len(logprob_pairs(again, Updated({}, logprobs, True), taken)) == 4
@@ -314,7 +440,7 @@ def test_a_rows_version_is_the_oldest_of_its_tokens(closed):
   assert [row.truncated for row in batch.plan.rows] == [False, False, True, False]
 
 
-def test_only_rollouts_of_the_policy_that_trains_are_held_against_the_budget(closed):
+def test_only_rollouts_of_the_current_policy_count_against_the_budget(closed):
   """One sample of four was drawn a version earlier."""
   batch, taken = closed
   logprobs = {i: np.zeros(row.length) for i, row in enumerate(batch.plan.rows)}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.app.serve.reward import ROUTES, application, load
+from jaxrl_llm.app.serve.reward import MAX_STEPS, ROUTES, application, load, step_ends
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.learner.state import place_params
@@ -132,7 +132,64 @@ def test_callers_that_leave_in_the_middle_of_a_pass_or_all_of_them_disturb_nobod
   asyncio.run(check())
 
 
-def test_what_is_no_reward_model_is_refused(params):
+def steps_of(body) -> dict | str:
+  """What a service says of a request whose model gives each sequence its length."""
+
+  async def check():
+    device, model = DeviceThread(), Slow()
+    model.go.set()
+    batcher, tokenizer = Batcher(model, device), Characters()
+    running = asyncio.create_task(batcher.run())
+    served = application(batcher, tokenizer, max_length=model.max_length, step_separator='; ')
+    async with listening(served, name='test', front=None, routes=ROUTES) as (address, _):
+      connector = aiohttp.UnixConnector(address.removeprefix('unix:'))
+      async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.post('http://service/score', json=body) as response,
+      ):
+        said = await (response.json() if response.status == 200 else response.text())
+    running.cancel()
+    device.close()
+    return said
+
+  return asyncio.run(check())
+
+
+class Characters:
+  """Renders each message as its characters, and the answer with a stop token."""
+
+  def render_answer(self, messages, answer):
+    return [1] * sum(len(message['content']) for message in messages), [1] * (len(answer) + 1)
+
+
+def test_each_step_of_a_completion_has_the_score_of_the_answer_up_to_its_end():
+  said = steps_of({'prompt': 'abc', 'completion': 'one; two;  ; x'})
+  # 3 characters of the prompt, the answer up to the step's end, and the stop token.
+  assert said['step_values'] == [3 + 5 + 1, 3 + 13 + 1, 3 + 14 + 1]
+  assert (said['value'], said['evidence']) == (18.0, {'tokens': 18})
+  assert steps_of({'prompt': 'abc', 'completion': ''})['step_values'] == [4]
+  assert steps_of({'prompt': 'abc', 'completion': '; ; a'})['step_values'] == [9]
+
+
+def test_the_steps_of_a_conversation_are_the_policys_turns():
+  talk = [('user', 'ab'), ('assistant', 'c'), ('tool', 'def'), ('assistant', 'gh')]
+  transcript = [{'role': role, 'content': content} for role, content in talk]
+  body = {'prompt': transcript[:1], 'completion': 'gh', 'transcript': transcript}
+  assert steps_of(body)['step_values'] == [2 + 1 + 1, 2 + 1 + 3 + 2 + 1]
+  assert 'does not begin with the prompt' in steps_of(body | {'prompt': 'other'})
+  assert '0 turns of the assistant' in steps_of(body | {'transcript': transcript[:1]})
+  assert 'wanted JSON with prompt' in steps_of(body | {'transcript': [3]})
+  assert 'takes up to 24' in steps_of({'prompt': 'a', 'completion': 'b; ' * 20})
+
+
+def test_steps_by_hand():
+  assert step_ends('a\n\nb\n\n', '\n\n') == [3, 6]
+  assert step_ends('a b', '\n\n') == [3] and step_ends('', '\n\n') == [0]
+  many = step_ends('x;' * 1000, ';')
+  assert len(many) == MAX_STEPS and many[:3] == [2, 4, 6] and many[-1] == 2000
+
+
+def test_other_models_than_reward_models_are_refused(params):
   spec = tiny('llama', 32, tie_word_embeddings=True)
   with pytest.raises(UserError, match="has head 'lm'"):
     RewardModel(build_model(spec), {}, build_mesh(MeshConfig()), max_length=8)
@@ -179,6 +236,7 @@ def test_over_http_prompt_and_answer_are_rendered_as_for_training_and_scored(exp
         ]
         np.testing.assert_allclose(answers, [*model(rendered)] * 2, rtol=1e-6)
         assert answers[0] != answers[1]
+        assert 'step_values' not in json.loads((await post(asked[0]))[1])
         for body, told in (
           (b'{', 'wanted JSON with prompt'),
           (b'[]', 'wanted JSON with prompt'),

@@ -46,7 +46,8 @@ from jaxrl_llm.replay.segments import write_segment
 from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
-from jaxrl_llm.runtime.metrics import describe, resolve
+from jaxrl_llm.runtime.metric_descriptions import describe
+from jaxrl_llm.runtime.metrics import resolve
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 
@@ -273,7 +274,7 @@ def test_a_skipped_update_names_the_row_that_is_not_finite(folder, caplog, whose
 
 
 @pytest.mark.parametrize('number', range(4))
-def test_what_is_annotated_is_of_before_the_batch_in_all_epochs(with_critic, number):
+def test_annotations_use_the_weights_before_the_batch_in_all_epochs(with_critic, number):
   """γ = λ = 1: the return of a token is its sample's reward, the advantage what the critic did not
   expect of it.
   """
@@ -302,7 +303,7 @@ def test_what_is_annotated_is_of_before_the_batch_in_all_epochs(with_critic, num
   assert max(moved) > 0.01, 'the updates would not be seen'
 
 
-def test_after_a_cut_comes_what_the_critic_expects_there(folder):
+def test_a_truncated_answer_ends_with_the_critics_value(folder):
   """γ = λ = 1: the return of a cut answer is its reward and the value of the state after its last
   token.
   """
@@ -402,7 +403,7 @@ def kl_by_hand(policy, reference) -> float:
   return float((np.exp(d) - d - 1).mean())
 
 
-def test_a_reference_of_every_second_batch_makes_the_kl_begin_anew(folder):
+def test_resetting_the_reference_every_second_batch_restarts_the_kl(folder):
   """And the coefficient, which follows the KL, goes from batch to batch; so do the optimizer's
   moments.
   """
@@ -548,7 +549,7 @@ def logs_of(folder, stage, tokenizer) -> Logs:
       rewards=exploring.REWARDS,
     ),
     suites=[],
-    token_text=str,
+    decode=str,
     machine_metrics=dict,
   )
 
@@ -590,13 +591,14 @@ def test_a_commit_holds_all_that_is_learned(tmp_path):
       Process(
         coordinator=Coordinator(device, on_signal=lambda signum: None), device=device, mesh=mesh
       ),
-      Start(attempt=0, stop=asyncio.get_running_loop().create_future()),
+      Start(stop=asyncio.get_running_loop().create_future()),
       publisher=Publisher(None, Gatherer(mesh), device),
       checkpoints=checkpoints,
       logs=logs,
       generates=False,
     )
     await keeper.leave(LoopState(learned, BEGIN + 2, evaluated=True), stage)
+    await keeper.settle()
     device.close()
 
   asyncio.run(main())

@@ -30,6 +30,10 @@ class Case:
   """Positions of each row's queries; the cache has `time` entries."""
   padding: int = 0
   """Position that padding is given."""
+  parents: tuple[tuple[tuple[int, int], ...], ...] = ()
+  """For each segment of each row, the number of the segment that it continues from, and the
+  position at which it does; (0, 0) for a segment that shares nothing. Empty if none does.
+  """
 
   @property
   def rule(self):
@@ -47,11 +51,34 @@ class Case:
       [i + 1 for i, n in enumerate(row) for _ in range(n)] + [0] * left
       for row, left in zip(self.rows, rest)
     ]
+    parents = self.parents or [[(0, 0)] * len(row) for row in self.rows]
     at = [
-      [p for n in row for p in range(n)] + [self.padding] * left
-      for row, left in zip(self.rows, rest)
+      [p for n, (_, first) in zip(row, of) for p in range(first, first + n)] + [self.padding] * left
+      for row, left, of in zip(self.rows, rest, parents)
     ]
-    return (places := placed(ids, at)), places
+    places = placed(ids, at)
+    if self.parents:
+      places = places._replace(
+        seen_until=jnp.array([*map(self._readers, range(len(ids)), ids, at)])
+      )
+    return places, places
+
+  def _readers(self, row: int, ids, at) -> list[int]:
+    """The last segment on whose path each token is, found by walking the paths."""
+    last = [0] * len(ids)
+    for segment in range(1, len(self.rows[row]) + 1):
+      path = self.path(row, segment)
+      for token, place in enumerate(zip(ids, at)):
+        if place in path:
+          last[token] = segment
+    return last
+
+  def path(self, row: int, segment: int) -> set[tuple[int, int]]:
+    """Segment and position of all tokens that the last token of a segment sees."""
+    length = self.rows[row][segment - 1]
+    parent, first = self.parents[row][segment - 1] if self.parents else (0, 0)
+    before = {(s, p) for s, p in self.path(row, parent) if p < first} if parent else set()
+    return before | {(segment, p) for p in range(first, first + length)}
 
   def draw(self, dtype) -> tuple[jax.Array, ...]:
     """Queries, keys, values, and a weight for each output."""
@@ -78,6 +105,17 @@ CASES = {
   'softcap': Case(PACKED, softcap=0.7),
   'window and softcap': Case(PACKED, window=6, softcap=0.7),
   'padding at late positions': Case(PACKED, padding=90),
+  'prefix of a group': Case(
+    ((9, 4, 5), (2, 18)), parents=(((0, 0), (1, 8), (1, 6)), ((0, 0),) * 2)
+  ),
+  'trees of three levels': Case(
+    ((10, 12, 9, 5, 14, 7, 1, 2),),
+    time=64,
+    parents=(((0, 0), (1, 9), (2, 20), (2, 15), (1, 3), (0, 0), (6, 6), (6, 2)),),
+  ),
+  'tree, window': Case(
+    ((20, 9, 9, 9),), time=50, window=7, parents=(((0, 0), (1, 19), (2, 24), (1, 19)),)
+  ),
   'cache': Case(cached=((0, 5, 19), (7, 8, 9))),
   'cache, window': Case(cached=((3,), (18,)), window=5),
 }
@@ -96,14 +134,24 @@ TABLE += [('splash', 'packed'), ('splash', 'window and softcap'), ('pallas_gpu',
 def naive(case, query, key, value):
   """One query, one head at a time, in float64; a query without a key gives 0."""
   query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-  (segments, positions), (key_segments, key_positions) = (map(np.asarray, x) for x in case.places())
+  (segments, positions), (key_segments, key_positions) = (
+    map(np.asarray, x[:2]) for x in case.places()
+  )
+  paths = {
+    (b, segment): case.path(b, segment)
+    for b, row in enumerate(case.rows)
+    for segment in range(1, len(row) + 1)
+  }
   share, out = query.shape[2] // key.shape[2], np.zeros(query.shape)
   for b, t in np.ndindex(positions.shape):
     keys = []
     for s in range(key.shape[1]):
       back = positions[b, t] - key_positions[b, s]
-      same = segments[b, t] == key_segments[b, s] > 0
-      if same and back >= 0 and (case.window is None or back < case.window):
+      on_path = segments[b, t] == key_segments[b, s] > 0
+      if case.parents and segments[b, t] > 0:
+        place = int(key_segments[b, s]), int(key_positions[b, s])
+        on_path = place in paths[b, int(segments[b, t])]
+      if on_path and back >= 0 and (case.window is None or back < case.window):
         keys.append(s)
     for h in range(query.shape[2] if keys else 0):
       scores = key[b, keys, h // share] @ query[b, t, h] / query.shape[-1] ** 0.5
@@ -213,6 +261,17 @@ def test_blocks_that_are_not_seen_are_not_even_read(window, readers):
     assert blocks(gradient) == wanted
 
 
+def test_blocks_of_other_branches_are_not_even_read():
+  # A prompt of two blocks of 8, and three branches of two blocks each.
+  case = Case(((16, 16, 16, 16),), time=64, parents=(((0, 0), (1, 16), (1, 16), (1, 16)),))
+  query, key, value, _ = case.draw('float32')
+  for poisoned, readers in ((1, (1, 2, 3, 4, 5, 6, 7)), (2, (2, 3)), (4, (4, 5)), (7, (7,))):
+    spoiled = value.at[:, 8 * poisoned : 8 * poisoned + 8].set(np.nan)
+    out = EXACT['blockwise'](query, key, spoiled, *case.places())
+    finite = np.isfinite(np.asarray(out)).all((0, 2, 3)).reshape(-1, 8).all(1).tolist()
+    assert finite == [block not in readers for block in range(8)]
+
+
 def temporaries(implementation, time):
   """Bytes that value and gradient take beside arguments and results."""
 
@@ -257,6 +316,13 @@ def test_who_sees_whom_by_hand():
 def test_kernels_want_the_same_tokens(name):
   case = CASES['cache']
   with pytest.raises(ValueError, match='same tokens'):
+    KERNELS[name](*case.draw('float32')[:3], *case.places())
+
+
+@pytest.mark.parametrize('name', KERNELS)
+def test_kernels_share_no_prefixes(name):
+  case = CASES['prefix of a group']
+  with pytest.raises(ValueError, match='does not share prefixes'):
     KERNELS[name](*case.draw('float32')[:3], *case.places())
 
 

@@ -46,8 +46,8 @@ def test_the_report_adds_up(directory):
   report = audit(directory)
   # 5 issued: g/0, g/1 trained, g/2 admitted, g/3 expired, g/4 issued
   assert report.lines == [
-    'issued 5 = issued 1 + partial 0 + stored 0 + admitted 1 + trained 2 + dropped 0 + expired 1 + '
-    'void 0; results that came twice or late: 0, scores that came again: 0',
+    'issued 5 = issued 1 + partial 0 + stored 0 + awaiting 0 + admitted 1 + trained 2 + '
+    'dropped 0 + expired 1 + void 0; results that came twice or late: 0, scores that came again: 0',
     'partitions: usual 5',
     'ended 3, live 2: g/2, g/4',
     'trained: 1 times 2',
@@ -144,8 +144,8 @@ def test_the_audit_finds(directory, statement, problem):
 def test_partitions_uses_and_scores_are_told(mixed):
   report = audit(mixed)
   assert report.ok and report.lines == [
-    'issued 7 = issued 1 + partial 0 + stored 2 + admitted 2 + trained 2 + dropped 0 + expired 0 + '
-    'void 0; results that came twice or late: 0, scores that came again: 2',
+    'issued 7 = issued 1 + partial 0 + stored 2 + awaiting 0 + admitted 2 + trained 2 + '
+    'dropped 0 + expired 0 + void 0; results that came twice or late: 0, scores that came again: 2',
     'partitions: expert 2, usual 5',
     'ended 2, live 5: g/1, h/0, h/1, h/2, y',
     'stored and never scored 1: h/0',

@@ -48,8 +48,8 @@ def test_the_summary_says_what_is_there(run):
   lines = browse.summary(run / 'replay').lines
   assert (
     lines[0]
-    == 'samples, usual, 4: issued 1, partial 0, stored 0, admitted 0, trained 2, dropped 1, '
-    'expired 0, void 0'
+    == 'samples, usual, 4: issued 1, partial 0, stored 0, awaiting 0, admitted 0, trained 2, '
+    'dropped 1, expired 0, void 0'
   )
   assert lines[1] == 'uses of those trained, usual, max_uses 1: 1 times 2'
   assert lines[2] == 'attempts of the run: 1'
@@ -71,10 +71,10 @@ def test_partitions_versions_and_uses_are_told(tmp_path):
   store.close()
   lines = browse.summary(tmp_path).lines
   assert lines[:5] == [
-    'samples, usual, 24: issued 0, partial 0, stored 0, admitted 21, trained 3, dropped 0, '
-    'expired 0, void 0',
-    'samples, expert, 2: issued 0, partial 0, stored 0, admitted 1, trained 1, dropped 0, '
-    'expired 0, void 0',
+    'samples, usual, 24: issued 0, partial 0, stored 0, awaiting 0, admitted 21, trained 3, '
+    'dropped 0, expired 0, void 0',
+    'samples, expert, 2: issued 0, partial 0, stored 0, awaiting 0, admitted 1, trained 1, '
+    'dropped 0, expired 0, void 0',
     'versions of those admitted: 10: 1, 9: 2, 8: 2, 7: 2, 6: 2, 5: 2, 4: 2, 3: 2, 0 to 2: 6',
     'uses of those trained, usual, max_uses 2: 1 times 1, 2 times 2',
     'uses of those trained, expert: 3 times 1',
@@ -171,7 +171,7 @@ def test_a_damaged_index_and_one_of_a_newer_program_are_one_line(run):
     db.execute("UPDATE meta SET json = '99' WHERE key = 'schema'")
   for flags in ((), ('--audit',)):
     (line,) = command(run, *flags, expect=2)
-    assert 'schema 99, this program reads 4; use the one that wrote it' in line
+    assert 'schema 99, this program reads 5; use the one that wrote it' in line
   data = index.read_bytes()
   index.write_bytes(data[:100] + bytes(len(data) - 100))
   (line,) = command(run, expect=2)

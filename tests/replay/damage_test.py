@@ -176,13 +176,13 @@ def test_an_index_damaged_while_it_is_open_is_one_line(directory):
 def test_an_index_of_a_newer_program_is_refused_and_left_as_it_is(directory):
   path = directory / 'index.sqlite'
   with sqlite3.connect(path) as db:
-    db.execute("UPDATE meta SET json = '5' WHERE key = 'schema'")
+    db.execute("UPDATE meta SET json = '6' WHERE key = 'schema'")
   before = path.read_bytes()
-  with pytest.raises(UserError, match='it has schema 5, wanted 4; use another --workdir'):
+  with pytest.raises(UserError, match='it has schema 6, wanted 5; use another --workdir'):
     open_store(directory)
   for look in (audit, browse.summary):
     with pytest.raises(
-      UserError, match='schema 5, this program reads 4; use the one that wrote it'
+      UserError, match='schema 6, this program reads 5; use the one that wrote it'
     ):
       look(directory)
   with sqlite3.connect(path) as db:

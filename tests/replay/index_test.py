@@ -1,3 +1,4 @@
+import concurrent.futures
 import multiprocessing
 import os
 import resource
@@ -8,7 +9,7 @@ import threading
 
 import pytest
 from paths import SUPPORT
-from stored import issues, make_sample, score_of, states, store_group
+from stored import issues, make_sample, score_of, states, store_group, tables
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.records.sample import encode
@@ -45,7 +46,7 @@ def test_a_step_from_issue_to_trained(tmp_path):
   assert store.plans() == {0: {'uids': ['g/2', 'g/0']}}
   # 4 issued = 2 trained + 1 dropped + 1 live
   assert store.counts() == {
-    'issued': 1, 'partial': 0, 'stored': 0, 'admitted': 0, 'trained': 2,
+    'issued': 1, 'partial': 0, 'stored': 0, 'awaiting': 0, 'admitted': 0, 'trained': 2,
     'dropped': 1, 'expired': 0, 'void': 0, 'duplicates': 0
   }  # fmt: skip
   report = audit(store)
@@ -175,7 +176,7 @@ def test_undo_hand_worked(tmp_path):
   # dropped dropped
   assert store.recover(2) == {
     'restored': 1, 'transitions': 7, 'scores': 2, 'derived': 1, 'plans': 1, 'duplicates': 1,
-    'open_segment': 1, 'partials': 0, 'void': 3, 'files': 3,
+    'open_segment': 1, 'partials': 0, 'void': 3, 'kept': 0, 'files': 3,
   }  # fmt: skip
   wanted = ['trained', 'admitted', 'stored', 'stored', 'dropped', 'void', 'void', 'void']
   assert states(store, name) == wanted
@@ -190,13 +191,13 @@ def test_undo_hand_worked(tmp_path):
   assert report.issued == 8
   assert report.reasons == {'void(crash)': 3, 'dropped(timeout)': 1}
   assert report.duplicates == 1
-  dump = [line for line in store._db.iterdump() if 'attempts' not in line]
+  dump = {name: rows for name, rows in tables(tmp_path).items() if name != 'attempts'}
   store.close()
 
   # A crash before anything happened, and the same commit again: the same store.
   store = open_store(tmp_path)
   assert store.recover(2)['void'] == 0
-  assert [line for line in store._db.iterdump() if 'attempts' not in line] == dump
+  assert {name: rows for name, rows in tables(tmp_path).items() if name != 'attempts'} == dump
 
   # The lost ones are issued again under the new attempt; what is not void is not.
   store.at(2).issue(issues(['late', 'flying', 'new']))
@@ -397,3 +398,51 @@ def test_bytes_leave_sqlite_only_when_the_segment_reads_back(tmp_path, monkeypat
   assert encode(store.read(['g/1'])[0]) == encode(make_sample('g/1'))
   store.at(0).seal(['g/0', 'g/1'])
   assert audit(store).ok
+
+
+def while_sealing(store, uids, monkeypatch, act):
+  """Seals samples in a thread, and calls `act` while the segment file is being written. Returns the
+  places of the samples.
+  """
+  writing, go_on, write = threading.Event(), threading.Event(), segments.write_segment
+
+  def write_late(*args):
+    writing.set()
+    assert go_on.wait(60), 'the other thread waits for the seal'
+    return write(*args)
+
+  monkeypatch.setattr(segments, 'write_segment', write_late)
+  with concurrent.futures.ThreadPoolExecutor() as threads:
+    sealing = threads.submit(store.at(0).seal, uids)
+    assert writing.wait(60)
+    try:
+      act()
+    finally:
+      go_on.set()
+    return sealing.result()
+
+
+def test_groups_are_admitted_while_others_are_sealed(tmp_path, monkeypatch):
+  store = open_store(tmp_path)
+  store_group(store, ['g/0', 'g/1'], 0)
+
+  def admit():
+    store_group(store, ['h/0'], 0)
+    assert states(store, ['h/0']) == ['admitted']
+
+  refs = while_sealing(store, ['g/1', 'g/0'], monkeypatch, admit)
+  assert [sample.uid for sample in store.reader.read([*refs.values()])] == ['g/1', 'g/0']
+  assert [sample.uid for sample in store.read(['h/0', 'g/0'])] == ['h/0', 'g/0']
+  store.close()
+  assert not audit(tmp_path).problems
+
+
+def test_what_was_dropped_while_it_was_sealed_stays_dropped(tmp_path, monkeypatch):
+  store = open_store(tmp_path)
+  store_group(store, ['g/0', 'g/1'], 0)
+  with pytest.raises(ValueError, match='g/0: it is dropped'):
+    while_sealing(store, ['g/0', 'g/1'], monkeypatch, lambda: store.at(0).drop(['g/0'], 'given up'))
+  monkeypatch.undo()
+  assert not store.at(0).seal([]) and not store.sealed()
+  ((name, row),) = store.at(0).seal(['g/1']).values()
+  assert row == 0 and [s.uid for s in store.reader.read([(name, 0)])] == ['g/1']

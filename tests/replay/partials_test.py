@@ -74,7 +74,7 @@ def test_a_segment_of_a_span_has_tokens():
 
 def test_a_damaged_span_is_one_line_with_its_sample_and_a_remedy(stored):
   stored._db.execute('UPDATE partials SET payload = substr(payload, 1, 9) WHERE uid = ?', (A,))
-  line = rf'^replay store {stored.directory}, spans of {A}: Span record: .*; restore index\.sqlite'
+  line = rf'^replay store {stored.directory}, spans of {A}: Span record: .*; rebuild the index'
   with pytest.raises(SegmentError, match=line):
     stored.spans([A, B])
   with pytest.raises(SegmentError, match=line):
@@ -90,7 +90,9 @@ def test_a_missing_span_is_noticed(stored, which, kept):
     f'seq) AS n FROM partials WHERE uid = ?) WHERE n {which})',
     (A,),
   )
-  with pytest.raises(SegmentError, match=rf'spans of {A}: got {kept}, its transitions say 3; rest'):
+  with pytest.raises(
+    SegmentError, match=rf'spans of {A}: got {kept}, its transitions say 3; rebuild'
+  ):
     stored.spans([A, B])
 
 

@@ -149,7 +149,8 @@ def test_a_missing_index_is_said_and_nothing_is_made(replay, is_named):
   (replay / 'index.sqlite').unlink()
   before = contents(replay / 'segments')
   (gone,) = missing(replay, step=2, store=name if is_named else None)
-  assert gone == f'{replay / "index.sqlite"}' + (f' (store {name})' if is_named else '')
+  of = f' (store {name})' if is_named else ''
+  assert gone == f'{replay / "index.sqlite"}{of} (jaxrl buffer --rebuild makes it)'
   assert contents(replay / 'segments') == before and not (replay / 'index.sqlite').exists()
 
 

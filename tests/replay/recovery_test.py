@@ -196,7 +196,10 @@ def base(tmp_path):
     yield pathlib.Path(directory)
 
 
-@pytest.mark.parametrize('stride', [9, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+  'stride',
+  [9, pytest.param(3, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.acceptance)],
+)
 def test_killed_between_any_two_steps(base, stride):
   assert start_child('everywhere', base, stride).wait(300) == 0
   directories = sorted(base.iterdir())

@@ -5,6 +5,7 @@ vLLM's servers are fake here (the real ones: vllm_test).
 """
 
 import asyncio
+import dataclasses
 import pathlib
 
 import engine_contract
@@ -17,6 +18,7 @@ from jaxrl_llm.config.values import to_json
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
+from jaxrl_llm.rollout.embedded.speculation import SpeculationConfig
 from jaxrl_llm.rollout.engine import EngineSetting
 from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig, build_tokenizer
@@ -25,6 +27,7 @@ MODEL = serving.model_of('qwen2', tied=True)
 CONFIG = EmbeddedConfig(
   slots=8, prefill_rows=2, prefill_buckets=(16, 400), decode_steps=8, filters=False
 )
+SPECULATIVE = dataclasses.replace(CONFIG, speculation=SpeculationConfig(ngram_min=1))
 OWN = {'engine': 'fixtures.own_engine:ENGINE', 'engine_options': {'embedded': to_json(CONFIG)}}
 
 
@@ -44,7 +47,11 @@ def built(folder: pathlib.Path, **rollout) -> Engine:
   return config.engine_spec().build(setting, DeviceThread().run)
 
 
-@pytest.mark.parametrize('rollout', [{'embedded': CONFIG}, OWN], ids=['embedded', 'own'])
+@pytest.mark.parametrize(
+  'rollout',
+  [{'embedded': CONFIG}, {'embedded': SPECULATIVE}, OWN],
+  ids=['embedded', 'speculative', 'own'],
+)
 def test_engine_in_the_process(rollout, tmp_path):
   async def main():
     engine = built(tmp_path, **rollout)

@@ -3,16 +3,26 @@ weights that are.
 """
 
 import asyncio
+import collections
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from parameters import assert_same_bits, random_params
 
+from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
+from jaxrl_llm.learner.state import abstract_state, place_params
+from jaxrl_llm.models.api import build_model, stack_layers
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.parallel.rules import sharding
+from jaxrl_llm.rollout.api import joined
 from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 
 
@@ -92,12 +102,12 @@ def test_each_version_is_sent_once_and_again_after_another_one(mesh):
   async def main():
     engine, device = RecordingEngine(), DeviceThread()
     publisher = Publisher(engine, Gatherer(mesh), device)
-    await publisher.publish(params_on(mesh, 1), Version(0, 0), moved=0)
-    await publisher.publish(params_on(mesh, 1), Version(0, 0), moved=0)
+    await publisher.publish(params_on(mesh, 1), Version(0, 0), moved=Version(0, 0))
+    await publisher.publish(params_on(mesh, 1), Version(0, 0), moved=Version(0, 0))
     assert [version for _, version in engine.loaded] == [Version(0, 0)]
-    await publisher.publish(params_on(mesh, 2), Version(0, 1), moved=1)
+    await publisher.publish(params_on(mesh, 2), Version(0, 1), moved=Version(0, 1))
     # Another attempt's step 1 is another version.
-    await publisher.publish(params_on(mesh, 3), Version(1, 1), moved=2)
+    await publisher.publish(params_on(mesh, 3), Version(1, 1), moved=Version(0, 2))
     assert [version for _, version in engine.loaded] == [
       Version(0, 0),
       Version(0, 1),
@@ -121,10 +131,10 @@ def test_after_all_was_sent_once_only_what_changes_is(mesh):
     )
     engine.refuse = True
     with pytest.raises(RuntimeError, match='refused'):
-      await publisher.publish(params_on(mesh, 1), Version(0, 0), moved=0)
+      await publisher.publish(params_on(mesh, 1), Version(0, 0), moved=Version(0, 0))
     engine.refuse = False
     for step in (0, 1, 2):
-      await publisher.publish(params_on(mesh, step + 1), Version(0, step), moved=step)
+      await publisher.publish(params_on(mesh, step + 1), Version(0, step), moved=Version(0, step))
     assert [sorted(params) for params, _ in engine.loaded] == [
       ['layers/0/kernel', 'norm/scale']
     ] + 2 * [['norm/scale']]
@@ -132,6 +142,70 @@ def test_after_all_was_sent_once_only_what_changes_is(mesh):
     device.close()
 
   asyncio.run(main())
+
+
+MIXED = {'data': 2, 'fsdp': 2, 'tensor': 2}
+
+
+@pytest.mark.parametrize(
+  ('axes', 'scan_layers', 'dtype', 'several'),
+  [
+    (MIXED, True, 'bfloat16', True),
+    pytest.param(MIXED, False, 'bfloat16', False, marks=pytest.mark.full),
+    pytest.param({'sequence': 2, 'tensor': 4}, True, None, False, marks=pytest.mark.full),
+    pytest.param({'fsdp': 8}, True, None, True, marks=pytest.mark.acceptance),
+    pytest.param({'sequence': 2, 'tensor': 4}, False, None, True, marks=pytest.mark.acceptance),
+  ],
+  ids=str,
+)
+def test_parts_are_the_parameters_bit_for_bit(axes, scan_layers, dtype, several):
+  """Whole, by layers and by rows, on one process and as on several."""
+  spec = tiny('qwen2', 52, num_hidden_layers=3, tie_word_embeddings=False)
+  mesh = build_mesh(MeshConfig(**axes))
+  model = build_model(spec, ModelOptions(scan_layers=scan_layers), mesh)
+  host = random_params(spec)
+  awkward = [np.nan, -np.inf, -0.0, 1e-40, 3.39e38, 1 + 2**-8, 1 + 3 * 2**-8]
+  host['embed']['kernel'][51, :7] = host['layers']['2']['mlp']['up']['kernel'][5, :7] = awkward
+  params = place_params(model, mesh, stack_layers(host) if scan_layers else host)
+  # A layer's largest matrix has 64 · 128 elements.
+  parts = list(Gatherer(mesh, dtype=dtype, part_bytes=1, several=several).leaves(params))
+  names = collections.Counter(name for name, _ in parts)
+  assert names['embed/kernel'] > 1
+  wanted = {
+    name: leaf if dtype is None else leaf.astype(jnp.bfloat16)
+    for name, leaf in flatten(host).items()
+  }
+  assert_same_bits(dict(joined(parts)), wanted)
+  assert_same_bits(Gatherer(mesh).gather(params), stack_layers(host) if scan_layers else host)
+
+
+@pytest.mark.parametrize('rows', [4, 5, 12])
+def test_the_last_rows_of_an_array_come_once(rows):
+  mesh = build_mesh(MeshConfig(fsdp=2, tensor=4))
+  kernel = np.arange(52 * 8, dtype=np.float32).reshape(52, 8)
+  placed = {'kernel': jax.device_put(kernel, sharding(mesh, ('vocab', 'embed'), (52, 8)))}
+  parts = list(Gatherer(mesh, part_bytes=rows * 4 * 8 * 4, several=True).leaves(placed))
+  assert len(parts) == 4 * -(-13 // rows) and max(len(part) for _, part in parts) == rows
+  np.testing.assert_array_equal(np.concatenate([part for _, part in parts]), kernel)
+
+
+@pytest.mark.full
+def test_publishing_programs_gather_one_layer_in_the_published_data_type():
+  spec = tiny('qwen2', 512, num_hidden_layers=8, intermediate_size=192)
+  mesh = build_mesh(MeshConfig(fsdp=8))
+  model = build_model(spec, ModelOptions(scan_layers=True), mesh)
+  shapes = abstract_state(model, optax.sgd(1.0), mesh).params
+  programs = Gatherer(mesh, dtype='bfloat16', part_bytes=1, several=True).programs(shapes)
+  layer = 2 * 64 * 192
+  # Each kind of array has one program: 'gate' stands for 'up', 'key' for 'value'.
+  assert {'embed/kernel', 'layers/0/mlp/gate/kernel', 'layers/0/mlp/down/kernel'} <= programs.keys()
+  for name, lowered in programs.items():
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes <= layer, name
+    gathers = re.findall(r'= (\w+)\[[\d,]*\]\S* all-gather\(', compiled.as_text())
+    assert gathers or 'norm' in name or 'bias' in name, name
+    assert set(gathers) <= {'u16'}, name
 
 
 class CountingGatherer(Gatherer):
@@ -143,6 +217,10 @@ class CountingGatherer(Gatherer):
     self.gathered += 1
     return super().leaves(params)
 
+  def take_part(self, params):
+    self.gathered += 1
+    super().take_part(params)
+
 
 def test_weights_that_did_not_move_go_by_the_new_version_without_being_sent(mesh):
   """Versions 1 and 2 are 0's weights; 3 is another's, and 4 is 3's."""
@@ -152,7 +230,7 @@ def test_weights_that_did_not_move_go_by_the_new_version_without_being_sent(mesh
     gatherer = CountingGatherer(mesh)
     publisher = Publisher(engine, gatherer, device)
     for step, moved in enumerate([0, 0, 0, 3, 3]):
-      await publisher.publish(params_on(mesh, moved + 1), Version(0, step), moved=moved)
+      await publisher.publish(params_on(mesh, moved + 1), Version(0, step), moved=Version(0, moved))
       assert engine.version == Version(0, step)
     assert [version.step for _, version in engine.loaded] == [0, 3]
     assert [params['norm/scale'][0] for params, _ in engine.loaded] == [1, 4]
@@ -169,8 +247,8 @@ def test_a_new_attempts_first_weights_are_sent_although_none_of_its_steps_moved_
     for attempt in range(2):
       engine = RecordingEngine()
       publisher = Publisher(engine, Gatherer(mesh), device)
-      await publisher.publish(params_on(mesh), Version(attempt, 7), moved=0)
-      await publisher.publish(params_on(mesh), Version(attempt, 8), moved=0)
+      await publisher.publish(params_on(mesh), Version(attempt, 7), moved=Version(0, 0))
+      await publisher.publish(params_on(mesh), Version(attempt, 8), moved=Version(0, 0))
       assert [version for _, version in engine.loaded] == [Version(attempt, 7)]
       assert engine.relabelled == [Version(attempt, 8)]
     device.close()
@@ -185,7 +263,7 @@ def test_processes_without_an_engine_take_part_in_what_is_sent_and_in_nothing_el
     device, gatherer = DeviceThread(), CountingGatherer(mesh)
     publisher = Publisher(None, gatherer, device)
     for step, moved in enumerate([0, 0, 2, 2, 5]):
-      await publisher.publish(params_on(mesh), Version(0, step), moved=moved)
+      await publisher.publish(params_on(mesh), Version(0, step), moved=Version(0, moved))
     assert gatherer.gathered == 3
     device.close()
 
@@ -198,18 +276,18 @@ def test_a_version_that_the_engine_did_not_take_is_not_taken_for_served(mesh):
     publisher = Publisher(engine, Gatherer(mesh), device)
     engine.refuse = True
     with pytest.raises(RuntimeError, match='refused'):
-      await publisher.publish(params_on(mesh), Version(0, 0), moved=0)
+      await publisher.publish(params_on(mesh), Version(0, 0), moved=Version(0, 0))
     engine.refuse = False
-    await publisher.publish(params_on(mesh), Version(0, 0), moved=0)
+    await publisher.publish(params_on(mesh), Version(0, 0), moved=Version(0, 0))
     assert [version for _, version in engine.loaded] == [Version(0, 0)]
     engine.refuse = True
     with pytest.raises(RuntimeError, match='refused'):
-      await publisher.publish(params_on(mesh), Version(0, 1), moved=0)
+      await publisher.publish(params_on(mesh), Version(0, 1), moved=Version(0, 0))
     with pytest.raises(RuntimeError, match='refused'):
-      await publisher.publish(params_on(mesh), Version(0, 2), moved=2)
+      await publisher.publish(params_on(mesh), Version(0, 2), moved=Version(0, 2))
     engine.refuse = False
     # What was refused had moved; the engine still has the weights of 0.
-    await publisher.publish(params_on(mesh), Version(0, 2), moved=2)
+    await publisher.publish(params_on(mesh), Version(0, 2), moved=Version(0, 2))
     assert [version for _, version in engine.loaded] == [
       Version(0, 0),
       Version(0, 2),
@@ -222,7 +300,8 @@ def test_a_version_that_the_engine_did_not_take_is_not_taken_for_served(mesh):
 def test_a_process_without_an_engine_takes_part_and_keeps_nothing(mesh):
   async def main():
     device = DeviceThread()
-    await Publisher(None, Gatherer(mesh), device).publish(params_on(mesh), Version(0, 0), moved=0)
+    follower = Publisher(None, Gatherer(mesh), device)
+    await follower.publish(params_on(mesh), Version(0, 0), moved=Version(0, 0))
     device.close()
 
   asyncio.run(main())

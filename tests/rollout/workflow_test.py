@@ -13,7 +13,8 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.master.evaluation import Evaluator, SuiteConfig
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.workflow import SingleTurn, checked_run
+from jaxrl_llm.rollout.contract import checked_run
+from jaxrl_llm.rollout.workflow import SingleTurn
 
 TASK = exploring.make_tasks(1)[0]
 GROUP = f'grpo/{TASK.uid}/0'
@@ -38,14 +39,13 @@ def longer(one):
   """Another sample under the same name."""
   sample, text = one
   grown = {
-    name: np.r_[getattr(sample, name), getattr(sample, name)[-1:]]
-    for name in ('tokens', 'role', 'loss_mask')
+    name: np.r_[getattr(sample, name), getattr(sample, name)[-1:]] for name in ('tokens', 'role')
   }
-  more = {
-    name: np.r_[getattr(sample, name), getattr(sample, name)[-1:]]
-    for name in ('sampled', 'behaviour_logprobs')
+  read = {
+    name: np.r_[getattr(sample, name), np.zeros(1, getattr(sample, name).dtype)]
+    for name in ('loss_mask', 'sampled', 'behaviour_logprobs')
   }
-  return dataclasses.replace(sample, **grown, **more), f'{text}!'
+  return dataclasses.replace(sample, **grown, **read), f'{text}!'
 
 
 def renamed(one, **changes):

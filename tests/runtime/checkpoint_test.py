@@ -20,6 +20,7 @@ from paths import ROOT
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.parallel.rules import replicated, sharding
+from jaxrl_llm.runtime import checkpoint
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, CheckpointFailed, Checkpoints
 
 HOST = {'step': 1, 'sampler': {'taken': [1, 2]}, 'best': [0.1, 7], 'text': 'één'}
@@ -78,7 +79,7 @@ def one(mesh):
 
 def test_a_commit_comes_back_bit_for_bit_on_the_same_shardings(tmp_path, mesh):
   state = state_on(mesh, seed=3)
-  checkpoints(tmp_path).save(1, state, HOST, best=None)
+  checkpoints(tmp_path).save(1, state, HOST)
   again = checkpoints(tmp_path)
   assert again.steps() == [1]
   restored = again.restore(1, jax.eval_shape(lambda x: x, state))
@@ -90,7 +91,7 @@ def test_a_commit_comes_back_bit_for_bit_on_the_same_shardings(tmp_path, mesh):
 @pytest.mark.parametrize('shape', [(8, 1, 1), (2, 2, 2), (1, 1, 1)])
 def test_a_commit_comes_back_bit_for_bit_on_another_mesh(tmp_path, mesh, shape):
   state = state_on(mesh, seed=1)
-  checkpoints(tmp_path).save(1, state, None, best=None)
+  checkpoints(tmp_path).save(1, state, None)
   data, fsdp, tensor = shape
   other = build_mesh(
     MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor]
@@ -101,10 +102,49 @@ def test_a_commit_comes_back_bit_for_bit_on_another_mesh(tmp_path, mesh, shape):
   assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, like)
 
 
-def test_without_its_commit_file_it_is_no_checkpoint_and_goes_at_the_next_start(tmp_path, one):
+def test_a_commit_holds_the_state_at_its_beginning_whatever_training_does_meanwhile(tmp_path, mesh):
+  state, host = state_on(mesh, seed=3)['train']['params'], {'taken': [1, 2]}
+  wanted = jax.tree.map(lambda x: np.array(x), state)
+  saved = checkpoints(tmp_path)
+  writing = saved.begin(1, state, host)
+  host['taken'].append(3)
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  update = jax.jit(
+    lambda tree: jax.tree.map(lambda x: x * 0 + 7, tree), donate_argnums=0, out_shardings=shardings
+  )
+  updated = jax.block_until_ready(update(state))
+  assert saved.steps() == []
+  writing.finish()
+  assert saved.steps() == [1]
+  assert saved.host(1) == {'taken': [1, 2]}
+  assert_same_bits(saved.restore(1, updated), wanted)
+
+
+def test_commits_are_kept_by_age_too(tmp_path, one):
+  keeps = checkpoints(tmp_path, keep=1, keep_hours=2.0)
+  for step, age_hours in ((1, 3), (2, 1), (3, 0)):
+    keeps.save(step, one, None)
+    if age_hours:
+      then = time.time() - age_hours * 3600
+      os.utime(tmp_path / 'checkpoints' / str(step) / 'COMMIT', (then, then))
+  assert keeps.steps() == [2, 3]
+
+
+def test_a_file_that_another_process_has_digested_and_that_is_gone_fails_the_commit(tmp_path, one):
+  saved = checkpoints(tmp_path)
+  writing = saved.begin(1, one, HOST)
+  with pytest.raises(CheckpointFailed, match=ONE_LINE), pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      checkpoint, '_collect_digests', lambda path, names: {'arrays/ocdbt.process_1/d/x': (1, 'a')}
+    )
+    writing.finish()
+  assert saved.steps() == []
+
+
+def test_a_directory_without_commit_file_is_removed_at_the_next_start(tmp_path, one):
   first = checkpoints(tmp_path)
-  first.save(1, one, HOST, best=None)
-  first.save(2, one, HOST, best=None)
+  first.save(1, one, HOST)
+  first.save(2, one, HOST)
   directory = tmp_path / 'checkpoints'
   (directory / '2' / 'COMMIT').unlink()
   (directory / '3').mkdir()
@@ -114,13 +154,13 @@ def test_without_its_commit_file_it_is_no_checkpoint_and_goes_at_the_next_start(
   again.clean()
   assert [p.name for p in directory.iterdir()] == ['1']
   assert_same_bits(again.restore(1, one), one)
-  again.save(2, one, HOST, best=None)
+  again.save(2, one, HOST)
   assert again.steps() == [1, 2]
 
 
 def test_only_process_0_commits(tmp_path, one):
   other = checkpoints(tmp_path, leads=False)
-  other.save(1, one, None, best=None)
+  other.save(1, one, None)
   assert other.steps() == []
   assert not list(tmp_path.rglob('host.json'))
 
@@ -134,16 +174,16 @@ def test_a_run_without_checkpoints_has_none(tmp_path):
 def test_steps_are_numbers_in_order_whatever_else_lies_there(tmp_path, one):
   keeps = checkpoints(tmp_path, keep=9)
   for step in (2, 10, 9):
-    keeps.save(step, one, None, best=None)
+    keeps.save(step, one, None)
   copy = tmp_path / 'checkpoints' / '10 (copy)'
   copy.mkdir()
   (copy / 'COMMIT').write_text('{}')
   assert keeps.steps() == [2, 9, 10]
 
 
-def test_every_flipped_byte_is_found_and_told_in_one_line(tmp_path, one):
+def test_every_flipped_byte_is_reported_in_one_line(tmp_path, one):
   saved = checkpoints(tmp_path)
-  saved.save(1, one, HOST, best=None)
+  saved.save(1, one, HOST)
   path = tmp_path / 'checkpoints' / '1'
   files = files_of(path)
   assert len(files) > 5
@@ -166,7 +206,7 @@ def test_every_flipped_byte_is_found_and_told_in_one_line(tmp_path, one):
 )
 def test_a_lost_or_cut_file_is_found(tmp_path, one, damage):
   saved = checkpoints(tmp_path)
-  saved.save(1, one, HOST, best=None)
+  saved.save(1, one, HOST)
   largest = max(files_of(tmp_path / 'checkpoints' / '1' / 'arrays'), key=lambda f: f.stat().st_size)
   damage(largest)
   with pytest.raises(UserError, match=ONE_LINE):
@@ -176,7 +216,7 @@ def test_a_lost_or_cut_file_is_found(tmp_path, one, damage):
 def test_the_host_part_is_checked_before_anybody_acts_on_it(tmp_path, one):
   """It holds the offset to which metrics are cut: a wrong one would destroy them."""
   saved = checkpoints(tmp_path)
-  saved.save(1, one, {'metrics_offset': 4096}, best=None)
+  saved.save(1, one, {'metrics_offset': 4096})
   file = tmp_path / 'checkpoints' / '1' / 'host.json'
   file.write_text(file.read_text().replace('4096', '1096'))
   with pytest.raises(UserError, match=r'host\.json'):
@@ -184,21 +224,22 @@ def test_the_host_part_is_checked_before_anybody_acts_on_it(tmp_path, one):
 
 
 @pytest.mark.parametrize(
-  ('keep', 'best', 'left'),
+  ('newest', 'keep', 'left'),
   [
-    # best after each of the commits 1, 2, 3, 4, 5
-    (2, [None] * 5, [4, 5]),
-    (1, [1, 2, 2, 2, 2], [2, 5]),
-    (2, [1, 1, 1, 1, 5], [4, 5]),  # the old best goes when a better one comes
-    (3, [None, 2, 2, 2, 2], [2, 3, 4, 5]),
-    (3, [None, None, None, 4, 4], [3, 4, 5]),  # the best is among the newest
-    (9, [None] * 5, [1, 2, 3, 4, 5]),
+    # Steps to keep in addition, at each of the commits 1, 2, 3, 4, 5.
+    (2, [()] * 5, [4, 5]),
+    (1, [(1,), (2,), (2,), (2,), (2,)], [2, 5]),
+    (2, [(1,), (1,), (1,), (1,), (5,)], [4, 5]),  # The old best goes when a better one comes.
+    (3, [(), (2,), (2,), (2,), (2,)], [2, 3, 4, 5]),
+    (3, [(), (), (), (4,), (4,)], [3, 4, 5]),  # The best is among the newest.
+    (1, [(), (2,), (2, 3), (2, 3), (2, 3)], [2, 3, 5]),
+    (9, [()] * 5, [1, 2, 3, 4, 5]),
   ],
 )
-def test_the_newest_and_the_best_are_kept(tmp_path, one, keep, best, left):
-  keeps = checkpoints(tmp_path, keep=keep)
+def test_the_newest_and_the_needed_are_kept(tmp_path, one, newest, keep, left):
+  keeps = checkpoints(tmp_path, keep=newest)
   for step in range(1, 6):
-    keeps.save(step, one, {'step': step}, best=best[step - 1])
+    keeps.save(step, one, {'step': step}, keep=keep[step - 1])
   assert keeps.steps() == left
   assert sorted(int(p.name) for p in (tmp_path / 'checkpoints').iterdir()) == left
   for step in left:
@@ -206,7 +247,13 @@ def test_the_newest_and_the_best_are_kept(tmp_path, one, keep, best, left):
     assert_same_bits(keeps.restore(step, one), one)
 
 
-@pytest.mark.parametrize('bad', [{'keep': 0}, {'keep': -1}, {'every_steps': 0}])
+@pytest.mark.parametrize(
+  'bad',
+  [
+    *({'keep': 0}, {'keep': -1}, {'every_steps': 0}),
+    *({'keep_hours': -1.0}, {'keep_hours': float('nan')}, {'every_minutes': 0.0}),
+  ],
+)
 def test_a_number_that_would_keep_or_commit_nothing_is_refused(bad):
   with pytest.raises(UserError, match=f'^checkpoint.{next(iter(bad))}: '):
     CheckpointConfig(**bad)
@@ -214,10 +261,10 @@ def test_a_number_that_would_keep_or_commit_nothing_is_refused(bad):
 
 def test_a_commit_never_changes(tmp_path, one):
   saved = checkpoints(tmp_path)
-  saved.save(1, one, HOST, best=None)
+  saved.save(1, one, HOST)
   before = {file: file.read_bytes() for file in files_of(tmp_path)}
   with pytest.raises(RuntimeError, match='committed already'):
-    saved.save(1, {'x': one['x'] + 1}, {}, best=None)
+    saved.save(1, {'x': one['x'] + 1}, {})
   assert {file: file.read_bytes() for file in files_of(tmp_path)} == before
 
 
@@ -249,31 +296,29 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize('what', ['arrays', 'host'])
 def test_a_full_disk_is_one_line_and_loses_nothing(small_disk, mesh, one, what, capfd):
   saved = checkpoints(small_disk)
-  saved.save(1, one, HOST, best=None)
+  saved.save(1, one, HOST)
   before = {file: file.read_bytes() for file in files_of(small_disk)}
   noise = np.random.default_rng(0).normal(size=200_000).astype(np.float32)
   state = {'x': whole(mesh, noise)} if what == 'arrays' else one
   host = {'big': 'x' * 500_000} if what == 'host' else HOST
   with pytest.raises(CheckpointFailed) as caught:
-    saved.save(2, state, host, best=None)
+    saved.save(2, state, host)
   assert_nothing_lost(saved, small_disk, one, before, caught, 'No space left on device')
   assert 'Traceback' not in capfd.readouterr().err
-  saved.save(2, one, HOST, best=None)  # space was found: the run goes on
+  saved.save(2, one, HOST)  # space was found: the run goes on
   assert saved.steps() == [1, 2]
 
 
 def test_a_file_that_may_not_grow_is_one_line_and_loses_nothing(tmp_path, mesh, one):
   saved = checkpoints(tmp_path)
-  saved.save(1, one, HOST, best=None)
+  saved.save(1, one, HOST)
   before = {file: file.read_bytes() for file in files_of(tmp_path)}
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
   try:
     with pytest.raises(CheckpointFailed) as caught:
       # Also one of the eight parts that devices write for themselves is too large for a file.
-      saved.save(
-        2, {'x': whole(mesh, np.random.default_rng(0).normal(size=2_000_000))}, HOST, best=None
-      )
+      saved.save(2, {'x': whole(mesh, np.random.default_rng(0).normal(size=2_000_000))}, HOST)
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
   assert_nothing_lost(saved, tmp_path, one, before, caught, 'File too large')
@@ -289,7 +334,7 @@ for i in range(40)}
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 for step in range(1, 11):
   try:
-    saved.save(step, noise, {}, best=None)
+    saved.save(step, noise, {})
   except CheckpointFailed as error:
     print(error)
   gc.collect()
@@ -319,7 +364,7 @@ import jax.numpy as jnp
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
 saved = Checkpoints(pathlib.Path(sys.argv[1]) / 'checkpoints', CheckpointConfig(keep=2), leads=True)
 for step in range(1, 10_000):
-  saved.save(step, {'x': jnp.full(1 << 21, float(step))}, {'step': step}, best=None)
+  saved.save(step, {'x': jnp.full(1 << 21, float(step))}, {'step': step})
 """
 
 
@@ -348,7 +393,7 @@ def assert_every_commit_is_whole(path) -> None:
     restored = saved.restore(step, {'x': jnp.zeros(1 << 21)})
     np.testing.assert_array_equal(np.asarray(restored['x']), np.full(1 << 21, step, np.float32))
     assert saved.host(step) == {'step': step}
-  saved.save(steps[-1] + 1, {'x': jnp.zeros(1 << 21)}, {}, best=None)
+  saved.save(steps[-1] + 1, {'x': jnp.zeros(1 << 21)}, {})
 
 
 @pytest.mark.full
@@ -360,6 +405,44 @@ def test_a_process_killed_in_the_middle_of_a_save_leaves_the_commits_before_it(t
 
   kill_while_saving(tmp_path, in_the_middle)
   assert not (target / 'COMMIT').exists()
+  assert_every_commit_is_whole(tmp_path)
+
+
+KILLED = """
+import os, pathlib, signal, sys
+import jax.numpy as jnp
+from jaxrl_llm.runtime import checkpoint
+def killing(name):
+  function = getattr(checkpoint, name)
+  def call(*args, **kwargs):
+    if any('checkpoints/2' in str(arg) for arg in args):
+      os.kill(os.getpid(), signal.SIGKILL)
+    return function(*args, **kwargs)
+  setattr(checkpoint, name, call)
+saved = checkpoint.Checkpoints(
+  pathlib.Path(sys.argv[1]) / 'checkpoints', checkpoint.CheckpointConfig(keep=2), leads=True
+)
+saved.save(1, {'x': jnp.full(1 << 21, 1.0)}, {'step': 1})
+killing(sys.argv[2])
+writing = saved.begin(2, {'x': jnp.full(1 << 21, 2.0)}, {'step': 2})
+print((pathlib.Path(sys.argv[1]) / 'checkpoints' / '2').exists(), flush=True)
+writing.finish()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('step', ['_commit', '_digest'])
+def test_a_process_killed_between_two_steps_of_the_writer_leaves_the_commit_before(tmp_path, step):
+  env = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
+  killed = subprocess.run(
+    [sys.executable, '-c', KILLED, str(tmp_path), step],
+    env={**env, 'PYTHONPATH': str(ROOT)},
+    stdout=subprocess.PIPE,
+    text=True,
+    timeout=300,
+  )
+  assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, 'True\n')
+  assert checkpoints(tmp_path).steps() == [1]
   assert_every_commit_is_whole(tmp_path)
 
 
@@ -381,6 +464,7 @@ def test_a_process_killed_at_a_random_moment_leaves_whole_commits(tmp_path, seed
 PAIR = """
 import os, pathlib, resource, sys
 import jax, numpy as np
+from jax.experimental import multihost_utils
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.parallel.rules import sharding
 from jaxrl_llm.core.errors import UserError
@@ -394,11 +478,12 @@ cut = sharding(build_mesh(MeshConfig(fsdp=2)), ('embed', None), host.shape)
 state = {'x': jax.make_array_from_callback(host.shape, cut, lambda index: host[index])}
 code = 0
 try:
-  saved.save(1, state, {'step': 1}, best=None)
+  saved.save(1, state, {'step': 1})
+  multihost_utils.sync_global_devices('committed')
   if str(rank) in limited:
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
   if limited:
-    saved.save(2, state, {'step': 2}, best=None)
+    saved.save(2, state, {'step': 2})
   else:
     (part,) = saved.restore(1, state)['x'].addressable_shards
     assert np.array_equal(part.data, host[part.index])

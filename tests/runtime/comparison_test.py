@@ -102,7 +102,7 @@ def test_groups_are_ranked_with_mean_and_standard_error(runs, tmp_path):
   assert mean_and_error([]) == (None, None) and mean_and_error([3.0]) == (3.0, None)
 
 
-def test_only_what_differs_is_listed_by_name(runs, tmp_path):
+def test_only_differences_are_listed_by_name(runs, tmp_path):
   differences = payload_of(runs, tmp_path)['differences']
   assert {row['key']: row['values'] for row in differences} == {
     'seed': ['1', '2', '1', '2'],

@@ -88,7 +88,7 @@ def test_a_line_that_a_kill_tore_spoils_no_later_one(tmp_path, cut):
   assert whole == kept and found.count(None) == (cut > 1)
 
 
-def test_another_start_leaves_a_whole_log_as_it_is(tmp_path):
+def test_another_start_does_not_change_a_complete_log(tmp_path):
   log = EventLog(tmp_path, attempt=0)
   log.message(Edge.TASK, group='a')
   log.close()
@@ -113,7 +113,7 @@ def test_another_start_leaves_a_whole_log_as_it_is(tmp_path):
     b'{"t":1.0,"attempt":0,"step":0,"edge":"store","kind":"request","id":1,"of":0}',
   ],
 )
-def test_a_line_that_is_no_event_is_none(tmp_path, line):
+def test_a_line_without_an_event_reads_as_none(tmp_path, line):
   (tmp_path / 'x').write_bytes(line + b'\n\n')
   assert list(events.read(tmp_path / 'x')) == [None]
 
@@ -135,7 +135,7 @@ class Full:
     pass
 
 
-def test_a_full_disk_is_one_clear_line_and_what_was_not_written_is_forgotten(tmp_path):
+def test_a_full_disk_is_one_clear_line_and_unwritten_lines_are_dropped(tmp_path):
   log = EventLog(tmp_path, attempt=0)
   log._file.close()
   log._file = Full(room=50)
@@ -152,6 +152,18 @@ def test_a_log_that_cannot_be_opened_is_one_clear_line(tmp_path):
     RunError, match=r'nowhere/events\.jsonl: cannot be written \(No such file or directory\)'
   ):
     EventLog(tmp_path / 'nowhere', attempt=0)
+
+
+def test_a_log_may_be_deleted_while_it_is_written(tmp_path):
+  log = EventLog(tmp_path, attempt=0, max_bytes=4000)
+  for number in range(60):
+    log.message(Edge.TASK, group=f'g/{number}')
+    log.advance(number)
+    if number == 3:
+      (tmp_path / events.FILE).unlink()
+  log.close()
+  last = [event.fields['group'] for event in events.read(tmp_path / events.FILE)]
+  assert len(last) > 10 and last == [f'g/{n}' for n in range(60 - len(last), 60)]
 
 
 def test_the_null_object_takes_everything():
@@ -174,3 +186,23 @@ def test_every_edge_has_ends_and_is_documented_with_them():
     (edge, ends.source, ends.target, kinds[ends.answered], ends.diagram)
     for edge, ends in EDGES.items()
   ]
+
+
+def test_the_log_keeps_within_its_budget_and_loses_the_oldest_messages(tmp_path):
+  log = EventLog(tmp_path, attempt=0, max_bytes=4000)
+  for number in range(200):
+    log.message(Edge.TASK, group=f'g/{number}')
+    log.advance(number)
+    files = [tmp_path / events.FILE, tmp_path / events.EARLIER_FILE]
+    assert sum(file.stat().st_size for file in files if file.exists()) < 4000 + 200
+  log.close()
+  log = EventLog(tmp_path, attempt=1, max_bytes=4000)
+  log.message(Edge.TASK, group='g/200')
+  log.close()
+  groups = [event.fields['group'] for event in events.read(tmp_path / events.FILE)]
+  assert len(groups) > 10 and groups == [f'g/{n}' for n in range(201 - len(groups), 201)]
+  size = (tmp_path / events.FILE).stat().st_size
+  for limit in (100, size, size + 300):
+    last = [e.fields['group'] for e in events.read(tmp_path / events.FILE, limit) if e is not None]
+    assert last == groups[len(groups) - len(last) :]
+  assert len(last) > len((tmp_path / events.FILE).read_bytes().splitlines())

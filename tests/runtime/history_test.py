@@ -43,7 +43,7 @@ def test_the_last_entry_up_to_a_step_is_in_force(run):
   ('field', 'value'),
   [('step', 0), ('step', True), ('time', 1e300), ('time', float('nan')), ('config', 3)],
 )
-def test_an_entry_that_means_nothing_is_one_line_and_the_report_goes_on_without(run, field, value):
+def test_an_invalid_entry_is_one_line_and_the_report_omits_it(run, field, value):
   lines = [{**entry.to_json(), field: value} for entry in ENTRIES[1:]]
   (run / history.FILE).write_text(
     '\n'.join(str(line).replace('None', 'null').replace("'", '"') for line in lines)

@@ -94,7 +94,7 @@ def test_a_writer_that_raises_is_one_line_and_a_count(tmp_path, caplog):
     time.sleep(0.02)  # polls
   (note,) = start.notes
   assert note.startswith('log writer lines: ValueError: step ')
-  assert note.endswith(f'is refused; the run goes on, see {run}/logs/log-lines.log')
+  assert note.endswith(f'is refused; the run continues, see {run}/logs/log-lines.log')
   start.write(*range(step + 1, step + 5))
   start.close()
   assert len(start.notes) == 1

@@ -5,7 +5,7 @@ import math
 import pytest
 from paths import ROOT
 
-from jaxrl_llm.runtime import metric_names, metrics
+from jaxrl_llm.runtime import metric_descriptions, metric_names, metrics
 
 
 def test_means_divide_once_whatever_the_split():
@@ -67,16 +67,18 @@ def test_kinds_do_not_mix():
   ],
 )
 def test_a_key_is_described_by_its_own_entry(key, entry):
-  assert metrics.describe(key) == metrics.METRICS[entry]
+  assert metric_descriptions.describe(key) == metric_descriptions.METRICS[entry]
 
 
 def test_an_unknown_key_has_no_description():
-  assert metrics.describe('actor/made_up') is None
-  assert metrics.describe('val-core/x/accuracy') is None
+  assert metric_descriptions.describe('actor/made_up') is None
+  assert metric_descriptions.describe('val-core/x/accuracy') is None
 
 
 def test_the_document_is_the_table():
   document = ROOT / 'docs' / 'reference' / 'metrics.md'
   assert document.read_text() == metric_names.document()
   rows = [line for line in document.read_text().splitlines() if line.startswith('| `')]
-  assert len(rows) == len(metrics.METRICS) and all(row.count(' | ') == 2 for row in rows)
+  assert len(rows) == len(metric_descriptions.METRICS) and all(
+    row.count(' | ') == 2 for row in rows
+  )

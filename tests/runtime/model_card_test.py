@@ -64,7 +64,7 @@ def test_a_card_names_every_kind_of_data(tmp_path, kind):
   assert head['datasets'] == ['org/rows'] and f'| mine | {kind} |' in body
 
 
-def test_a_card_has_what_the_run_did(tmp_path):
+def test_a_card_describes_the_run(tmp_path):
   workdir = run(tmp_path / 'run')
   origin = Origin(base='org/base', command=('jaxrl', 'train', '--config=words.py'))
   model_card.write_run_card(tmp_path, workdir, origin)
@@ -210,7 +210,7 @@ def test_the_figure_draws_no_rounding_error_and_no_constant_as_a_curve():
 
 
 @pytest.mark.full
-def test_a_run_writes_a_card_beside_its_export():
+def test_a_run_writes_a_card_into_its_export():
   head, body = parts(quick_run() / 'hf')
   assert {'jaxrl_llm', 'sft', 'grpo'} == {*head['tags']} and head['model-index']
   assert 'jaxrl train --config=configs/quickstart.py' in body and '![Curves' in body

@@ -39,7 +39,7 @@ def shown(terminal=False, width=200):
   )
 
 
-def test_a_line_says_it_all():
+def test_a_progress_line_is_complete():
   out, _, display = shown()
   with display:
     display.step('grpo', 1, GRPO)

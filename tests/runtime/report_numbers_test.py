@@ -15,7 +15,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
-from jaxrl_llm.runtime import events, metric_names, report, timeline, writers
+from jaxrl_llm.runtime import events, metric_descriptions, metric_names, report, timeline, writers
 from jaxrl_llm.runtime.events import Edge
 from tests.runtime.report_test import (
   click,
@@ -269,7 +269,7 @@ def check_tables(browser, run, folder):
 
 
 @pytest.mark.full
-def test_rounding_error_is_no_curve(browser, run):
+def test_rounding_errors_are_not_drawn_as_a_curve(browser, run):
   opened(browser, run)
   chart = '[data-chart="KL from sampler to trainer"]'
   heights = browser.execute_script(
@@ -314,7 +314,7 @@ def test_every_metric_of_a_chart_has_a_name_and_a_unit():
     assert name and unit and name != key
   assert metric_names.label('val-core/a/b/acc/pass@4').name == 'a/b: pass@4'
   assert metric_names.label('something/of_its_own') == ('something: of its own', '')
-  assert metric_names.LABELS.keys() <= report.metrics.METRICS.keys()
+  assert metric_names.LABELS.keys() <= metric_descriptions.METRICS.keys()
 
 
 def test_of_a_long_log_of_messages_whole_steps_of_its_end_are_read(tmp_path):

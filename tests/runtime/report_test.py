@@ -295,7 +295,7 @@ def test_rollouts_round_trip(small):
     assert got['b'] == pytest.approx(want['behaviour_logprobs'], rel=6e-5)
 
 
-def test_a_large_run_is_sampled_evenly_and_says_so(small, monkeypatch):
+def test_the_report_of_a_large_run_samples_evenly_and_states_it(small, monkeypatch):
   sizes = [p.stat().st_size for p in sorted((small / 'rollouts' / 'grpo').iterdir())]
   monkeypatch.setattr(transcripts, 'ROLLOUT_BYTES', sum(sizes) // 3)
   data = report.payload(small)['rollouts']
@@ -383,7 +383,17 @@ def test_hostile_text_cannot_leave_the_data(small, tmp_path):
   assert page.count('<script') == 2 and page.count('</script') == 2 and '<img' not in page
 
 
-def test_the_page_is_whole_and_the_same_each_time(small):
+def test_lone_surrogates_of_the_logs_do_not_keep_a_page_from_being_written(small, tmp_path):
+  run = tmp_path / 'surrogates'
+  shutil.copytree(small, run)
+  path = run / 'rollouts' / 'grpo' / '000021.jsonl'
+  row = json.loads(path.read_text().splitlines()[0])
+  path.write_text(json.dumps({**row, 'prompt': 'a\ud800b'}))
+  tasks = embedded(report.build(run).read_text())['rollouts']['tasks']
+  assert tasks[0]['prompt'] == 'a?b'
+
+
+def test_the_page_is_complete_and_deterministic(small):
   page = report.build(small).read_text()
   assert page == report.build(small).read_text()
   assert not re.search(
@@ -653,7 +663,7 @@ def colours(browser):
 
 
 @pytest.mark.full
-def test_tokens_are_coloured_by_what_is_chosen(browser, small):
+def test_tokens_are_coloured_by_the_chosen_quantity(browser, small):
   opened(browser, small)
   click(browser, 'button[data-value=flat]')
   source = [

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.runtime import events, perfetto, timeline
+from jaxrl_llm.runtime import events, perfetto, report, timeline
 from jaxrl_llm.runtime.events import EDGES, Edge, EventLog
 
 
@@ -68,13 +68,13 @@ def test_idle_shares_of_two_steps_by_hand(two_steps):
   first, second = found.steps
   assert (first.number, second.number) == (1, 2)
   assert first.end - first.start == pytest.approx(10) and second.start == first.end
-  # Step 1: trainer busy 4 of 10 s, rollout 3. Step 2: trainer 2 (commit) + 2, rollout 5.
+  # Step 1: trainer busy 4 of 10 s, rollout 3. Step 2: trainer 2, beside a commit, rollout 5.
   assert first.idle == {'trainer': pytest.approx(0.6), 'rollout': pytest.approx(0.7)}
-  assert second.idle == {'trainer': pytest.approx(0.6), 'rollout': pytest.approx(0.5)}
+  assert second.idle == {'trainer': pytest.approx(0.8), 'rollout': pytest.approx(0.5)}
   assert found.unreadable == 0 and not any(span.unanswered for span in found.spans)
 
 
-def test_a_batch_of_static_rows_says_nothing_of_rollout(tmp_path):
+def test_a_batch_of_static_rows_has_no_rollout_idle_share(tmp_path):
   written = Written(tmp_path)
   written.step(1, 0, rollout=(), train=(5, 10), source='static')
   written.log.close()
@@ -121,7 +121,7 @@ def test_shares_and_rows_against_a_naive_count():
     assert max(rows) + 1 == most  # no more rows than it takes
 
 
-def test_the_report_shows_the_last_steps_and_what_follows_them(two_steps, monkeypatch):
+def test_the_report_shows_the_last_steps_and_later_spans(two_steps, monkeypatch):
   data = timeline.payload(timeline.load(two_steps / events.FILE))
   assert [step['n'] for step in data['steps']] == [1, 2] and data['end'] == pytest.approx(23)
   assert (
@@ -143,6 +143,38 @@ def test_the_report_shows_the_last_steps_and_what_follows_them(two_steps, monkey
   monkeypatch.setattr(timeline, 'MAX_SPANS', 4)
   data = timeline.payload(timeline.load(two_steps / events.FILE))
   assert (len(data['spans']), data['hidden']) == (4, 3)
+
+
+@pytest.mark.parametrize('earlier', [False, True])
+def test_a_log_that_begins_within_a_step_shows_the_steps_after_it(two_steps, earlier):
+  """The second line answers a request that is missing, whether messages precede it or not."""
+  path = two_steps / events.FILE
+  whole = timeline.load(path)
+  lines = path.read_bytes().splitlines(keepends=True)
+  (two_steps / events.EARLIER_FILE).write_bytes(b''.join(lines[1:6] if earlier else []))
+  path.write_bytes(b''.join(lines[6:] if earlier else lines[1:]))
+  found = timeline.load(path)
+  assert found.cut and not whole.cut
+  assert found.steps == whole.steps[1:] and found.unreadable == 0
+  size = sum(len(line) for line in lines[1:])
+  assert timeline.load(path, size) == found
+
+
+@pytest.mark.parametrize('gone', [range(3, 5), range(5, 12)])
+def test_messages_that_are_missing_in_the_middle_are_counted_in_one_line(two_steps, gone):
+  """An unreadable line in the gap stands for one of them."""
+  file = two_steps / events.FILE
+  lines = file.read_text().splitlines()
+  whole = timeline.load(file)
+  kept = [*lines[: gone.start], '{"half', *lines[gone.stop + 1 :]]
+  file.write_text('\n'.join(kept) + '\n')
+  found = timeline.load(file)
+  assert (whole.missing, whole.gap) == (0, '')
+  assert (found.missing, found.unreadable) == (len(gone), 1)
+  assert found.gap == f'attempt 0, after message {gone.start - 1}'
+  (two_steps / 'metrics.jsonl').write_text('{"stage": "grpo", "training/global_step": 1}\n')
+  warnings = report.payload(two_steps)['warnings']
+  assert warnings[-1].startswith(f'{len(gone)} messages are missing in events.jsonl, first in ')
 
 
 def test_a_run_without_events_or_steps_has_no_timeline(tmp_path):

@@ -3,11 +3,13 @@ twice.
 """
 
 import asyncio
+import base64
 import json
 import math
 import struct
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -78,7 +80,7 @@ def run(workdir, steps, *, committed=0):
   return offsets
 
 
-def test_rows_are_as_the_contract_says(tmp_path):
+def test_rows_follow_the_contract(tmp_path):
   log = writers.MetricsWriter(tmp_path, committed=0)
   log.write(
     'sft', 3, {'z/loss': np.float32(0.5), 'a/count': np.int32(7), 'training/global_step': 99}
@@ -90,7 +92,7 @@ def test_rows_are_as_the_contract_says(tmp_path):
   log.close()
 
 
-def test_nonfinite_metrics_stay_valid_json_and_say_what_they_were(tmp_path):
+def test_nonfinite_metrics_are_valid_json_with_their_kind(tmp_path):
   log = Log(tmp_path, committed=0)
   log.write('grpo', 1, {'n': math.nan, 'p': np.float32('inf'), 'm': -math.inf, 'ok': 1.5})
   log.close()
@@ -232,3 +234,58 @@ def test_rows_of_arrays_round_trip_within_a_float32(tmp_path):
 def test_names_cannot_leave_the_run_directory(tmp_path):
   with pytest.raises(UserError, match=r'\.\./up'):
     writers.EvalsWriter(tmp_path).write('grpo', 1, '../up', [])
+
+
+def long_row(tokens=4096):
+  draws = np.random.default_rng(0)
+  ids = draws.integers(0, 50, tokens)
+  return {
+    'uid': 'g/0',
+    'tokens': [f'<{i}>' for i in ids],
+    'token_ids': ids.astype(np.int32),
+    'behaviour_logprobs': np.where(ids < 5, np.nan, -draws.exponential(size=tokens)),
+    'advantages': np.full(tokens, 0.1),
+    'scores': {'judge': {'value': 0.5}},
+  }
+
+
+def test_long_rollouts_are_compact_and_read_as_short_ones_are(tmp_path):
+  row = long_row()
+  path = writers.RolloutsWriter(tmp_path).write('grpo', 1, [row])
+  (written,), _ = writers.read_jsonl(path)
+  assert not any(isinstance(value, list) for value in written.values()), 'no list per token'
+  assert path.stat().st_size < 12 * len(row['token_ids'])
+  read = writers.unpacked(written)
+  assert (read['uid'], read['scores'], read['tokens']) == ('g/0', row['scores'], row['tokens'])
+  assert read['token_ids'] == row['token_ids'].tolist() and set(read['advantages']) == {
+    float(np.float32(0.1))
+  }
+  for value, was in zip(read['behaviour_logprobs'], row['behaviour_logprobs'], strict=True):
+    assert value is None if np.isnan(was) else value == float(np.float32(was))
+
+
+def test_short_rollouts_and_those_of_earlier_versions_are_lists(tmp_path):
+  path = writers.RolloutsWriter(tmp_path).write('grpo', 1, [long_row(20)])
+  (written,), _ = writers.read_jsonl(path)
+  assert len(written['tokens']) == len(written['token_ids']) == len(written['advantages']) == 20
+  assert writers.unpacked(written) == written
+
+
+@pytest.mark.parametrize(
+  'wrong',
+  [
+    {'dtype': '<f8'},
+    {'dtype': ['<i4']},
+    {'zlib': 'é'},
+    {'zlib': None},
+    {'zlib': 'AAAA'},
+    {'zlib': base64.b64encode(zlib.compress(bytes(40))[:-6]).decode()},
+    {'zlib': base64.b64encode(zlib.compress(bytes(41))).decode()},
+    {'zlib': base64.b64encode(zlib.compress(bytes(1 << 28))).decode()},
+  ],
+)
+def test_a_damaged_array_is_one_line(wrong):
+  row = json.loads(json.dumps(writers.packed(long_row())))
+  row['token_ids'] |= wrong
+  with pytest.raises(ValueError, match='array'):
+    writers.unpacked(row)

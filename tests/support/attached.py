@@ -17,10 +17,10 @@ POLICY = (f'--config.policy.model={json.dumps(SHAPE)}',)
 
 
 @contextlib.contextmanager
-def fake_servers(folder, count):
-  """(process, address) of each of some servers of `POLICY`."""
+def fake_servers(folder, count, model=SHAPE):
+  """(process, address) of each of some servers of a model of this shape."""
   write_config(
-    folder, tiny('llama', serving.VOCAB, **SHAPE), dtype='float32', eos_ids=[1], pad_id=0
+    folder, tiny('llama', serving.VOCAB, **model), dtype='float32', eos_ids=[1], pad_id=0
   )
   sockets = [folder / f'{i}.sock' for i in range(count)]
   processes = [
@@ -44,17 +44,21 @@ def fake_servers(folder, count):
       process.wait()
 
 
-def flags_of(servers):
+def flags_of(servers, model=SHAPE):
   """Flags of a job that is attached to these `fake_servers`."""
   addresses = json.dumps([address for _, address in servers])
-  return ('--config.rollout.engine=vllm', f'--config.rollout.vllm.addresses={addresses}', *POLICY)
+  return (
+    '--config.rollout.engine=vllm',
+    f'--config.rollout.vllm.addresses={addresses}',
+    f'--config.policy.model={json.dumps(model)}',
+  )
 
 
 @contextlib.contextmanager
-def fakes(folder, count=2):
+def fakes(folder, count=2, model=SHAPE):
   """Flags of a job that is attached to servers."""
-  with fake_servers(folder, count) as servers:
-    yield flags_of(servers)
+  with fake_servers(folder, count, model) as servers:
+    yield flags_of(servers, model)
     assert all(process.poll() is None for process, _ in servers), (
       'attached servers outlive a trainer'
     )

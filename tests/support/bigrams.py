@@ -14,7 +14,7 @@ from jaxrl_llm.learner.algorithm import Setting
 from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
 from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import GrpoConfig
-from jaxrl_llm.master.batches import rollout_row
+from jaxrl_llm.master.batches import step_rows
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.models.api import Model
@@ -63,7 +63,10 @@ TAKEN = {
   for i, s in enumerate(SAMPLES)
 }
 ROWS = tuple(
-  dataclasses.replace(rollout_row(experience, ('rows.arrayrecord', i)), source='rows.arrayrecord')
+  dataclasses.replace(
+    step_rows(experience, {experience.sample.uid: ('rows.arrayrecord', i)})[0],
+    source='rows.arrayrecord',
+  )
   for i, experience in enumerate(TAKEN.values())
 )
 
@@ -97,7 +100,7 @@ def bigram(head: str = 'lm') -> Model:
       name: {'kernel': jax.random.normal(k, (rows, 8), jnp.float32)}
       for (name, rows), k in zip({'embed': VOCAB, 'head': outputs}.items(), jax.random.split(key))
     },
-    apply=lambda params, tokens, positions, segment_ids: params['embed']['kernel'][tokens],
+    apply=lambda params, tokens, *places: params['embed']['kernel'][tokens],
     head_kernel=lambda params: params['head']['kernel'],
     init_cache=lambda batch, length: (),
     decode=lambda params, tokens, positions, cache: (params['embed']['kernel'][tokens], cache),

@@ -9,6 +9,9 @@ import selectors
 import types
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+from unittest import mock
+
+from jaxrl_llm.core import background
 
 T = TypeVar('T')
 
@@ -49,6 +52,13 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     return call
 
 
+class _Here:
+  """Stands in for `BackgroundLoop`."""
+
+  async def run(self, work: Coroutine[Any, Any, T]) -> T:
+    return await work
+
+
 class _Jumping(selectors.DefaultSelector):
   def __init__(self, loop):
     super().__init__()
@@ -71,7 +81,11 @@ class _Jumping(selectors.DefaultSelector):
 
 def simulated(main: Coroutine[Any, Any, T], *, deadline_s: float = 60.0) -> T:
   """Runs `main` on a SimulatedLoop; its result, or TimeoutError after `deadline_s` simulated
-  seconds.
+  seconds. Responses are received in that loop too, since a loop in another thread has another
+  clock.
   """
-  with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+  with (
+    mock.patch.object(background, 'responses', _Here),
+    asyncio.Runner(loop_factory=SimulatedLoop) as runner,
+  ):
     return runner.run(asyncio.wait_for(main, deadline_s))

@@ -48,10 +48,14 @@ class Setting:
     self.engine = FakeEngine(self.tokenizer)
     self.hub = FakeHub(self.engine)
     self.build = build or (
-      lambda config, hub, tokenizer, most: SingleTurn(hub, tokenizer, max_tokens=most)
+      lambda config, hub, tokenizer, most, *_: SingleTurn(hub, tokenizer, max_tokens=most)
     )
     welcome = Welcome(
-      workflow=workflow or WorkflowConfig(), max_tokens=4, tokenizer=self.tokenizer.files
+      workflow=workflow or WorkflowConfig(),
+      max_tokens=4,
+      max_steps=1,
+      max_prompt=12,
+      tokenizer=self.tokenizer.files,
     )
     self.crew = Crew(
       self.hub,

@@ -19,13 +19,14 @@ from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.explorer import Explorer
+from jaxrl_llm.master.exploring.hub import MasterHub
 from jaxrl_llm.master.exploring.runner import GroupRunner
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.rewards.api import Attempt, RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Completion, Request, Weights
-from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.rollout.workflow import SingleTurn, Workflow
 from jaxrl_llm.runtime.events import SILENT, Events
 from jaxrl_llm.tasks.sampler import SamplerConfig, TaskSampler
 from jaxrl_llm.tasks.taskset import Taskset
@@ -44,6 +45,7 @@ class FakeEngine:
     fail_at: the request (counted from 0) that raises `error`.
     hold: requests of which it says so do not end.
     prompt: whether it answers at once, whatever `delays`.
+    generated: number of tokens that it has returned.
     published: 'load' or 'relabel' with its version, oldest first.
   """
 
@@ -56,7 +58,7 @@ class FakeEngine:
     self.fail_at: int | None = None
     self.error: Exception = RuntimeError('unset')
     self.hold: Callable[[Request], bool] = lambda request: False
-    self.cancelled, self.prompt = 0, False
+    self.cancelled, self.prompt, self.generated = 0, False, 0
     self.published: list[tuple[str, Version]] = []
 
   @property
@@ -77,7 +79,9 @@ class FakeEngine:
           await asyncio.sleep(0)
         while self.hold(request):
           await asyncio.sleep(0.01)
-        yield index, self.complete(request, index)
+        completion = self.complete(request, index)
+        self.generated += completion.tokens.size
+        yield index, completion
     except asyncio.CancelledError:
       self.cancelled += 1
       raise
@@ -172,6 +176,7 @@ class Exploration:
     engine: FakeEngine | None = None,
     scorers: ScorerPool | None = None,
     max_tokens: int = 4,
+    make: Callable[..., Workflow] = SingleTurn,
     **config,
   ):
     self.config = ExplorerConfig(
@@ -189,8 +194,14 @@ class Exploration:
     taskset = Taskset(name='train', tasks=tuple(self.tasks), counts={})
     self.sampler = TaskSampler([taskset], sampler, seed=0)
     self.store = store
-    workflow = SingleTurn(self.engine, tokenizer, max_tokens=max_tokens)
-    self.runner = GroupRunner(self.config, workflow=workflow, scorers=self.scorers, events=events)
+    self.hub = MasterHub(self.engine, self.scorers, REWARDS, auxiliary={}, events=events)
+    self.runner = GroupRunner(
+      self.config,
+      workflow=make(self.hub, tokenizer, max_tokens=max_tokens),
+      scorers=self.scorers,
+      events=events,
+      take_tokens=self.hub.take_tokens,
+    )
     self.explorer = Explorer(
       self.config, self.runner, sampler=self.sampler, store=store, events=events
     )
@@ -202,7 +213,7 @@ class Exploration:
       for step in range(count):
         self.explorer.advance(step, step)
         batch, counts = await self.explorer.collect()
-        uids = [*dict.fromkeys(chosen.sample.uid for chosen in batch)]
+        uids = [*dict.fromkeys(step.uid for chosen in batch for step in chosen.steps)]
         self.store.at(step).seal(uids)
         self.store.at(step).trained(uids)
         found.append((batch, counts))

@@ -22,7 +22,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-SEEDED, MANY = 100, 10_000
+SEEDED, MANY = 40, 10_000
 COUNTS = pytest.mark.parametrize(
   'count',
   [pytest.param(SEEDED, marks=pytest.mark.full), pytest.param(MANY, marks=pytest.mark.acceptance)],

@@ -50,7 +50,16 @@ RIGHT = (
   '--config.rewards.scorers.0.options={"template":"{x}a{y}"}',
 )
 """What a policy of a few steps meets now and then: a word with one 'a', at neither end."""
-UNTIMED = ('timing_s/', 'timing_per_token_ms/', 'perf/', 'goodput/seconds/')
+PARTIAL = (
+  '--config.rollout.partial=' + json.dumps({'budget': 3, 'max_spans': 4}),
+  '--config.rollout.embedded.prefill_buckets=(6,12)',
+)
+"""A budget below the length of nearly all answers, which have up to 7 tokens."""
+UNTIMED = (
+  *('timing_s/', 'timing_per_token_ms/', 'perf/', 'goodput/seconds/', 'goodput/wall_s/'),
+  # What engines generated since this start: a kill loses some of it, and makes them repeat some.
+  *('goodput/tokens/generated', 'goodput/tokens/evaluated'),
+)
 """Metrics that may differ between two equal runs."""
 SESSION = 'JAXRL_TEST_SESSION'
 """Environment variable with the directory that all workers of a test session share."""
@@ -108,10 +117,14 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def command(
-  workdir: pathlib.Path, *flags: str, config: tuple[str, ...] = QUICK, processes: int = 1
+  workdir: pathlib.Path,
+  *flags: str,
+  config: tuple[str, ...] = QUICK,
+  processes: int = 1,
+  script: str = 'launch/train.py',
 ) -> list[str]:
   programs = f'--config.compilation_cache={session() / "programs"}'
-  train = [sys.executable, 'launch/train.py', *config, programs, f'--workdir={workdir}', *flags]
+  train = [sys.executable, script, *config, programs, f'--workdir={workdir}', *flags]
   if processes == 1:
     return train
   return [sys.executable, 'launch/cluster/local.py', f'--processes={processes}', '--', *train]
@@ -265,6 +278,18 @@ def rows(workdir: pathlib.Path) -> list[dict]:
   if not file.exists():
     return []
   return [json.loads(line) for line in file.read_text().splitlines() if line.endswith('}')]
+
+
+def wait_for_commit(
+  workdir: pathlib.Path, process: subprocess.Popen | warm.Process, *, timeout_s: float = 300
+) -> None:
+  """Returns when a commit is complete; raises when the process ends before."""
+  deadline = time.monotonic() + timeout_s
+  with times.phase('job'):
+    while not commits(workdir):
+      assert process.poll() is None, f'ended with {process.returncode} before its first commit'
+      assert time.monotonic() < deadline, f'no commit in {timeout_s} s'
+      time.sleep(0.02)
 
 
 def count_rows(workdir: pathlib.Path) -> int:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape
+from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape, with_prefixes
 from jaxrl_llm.core.records.sample import Role, Sample, Source, encode
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.data.load import RowLoader
@@ -86,7 +86,58 @@ def samples(count: int) -> list[Sample]:
   return [sample(i, rng) for i in range(count)]
 
 
-SAMPLES = samples(PAIRED.stop)
+def tree_samples() -> list[Sample]:
+  """Samples that begin with the same tokens.
+
+  Four answers to one prompt, two of which also begin alike; two trajectories from one prompt whose
+  steps are rows of their own, of which the second leaves the first after its first turn; a group of
+  one; two answers that differ in their prompt's last token; and an answer to a prompt of one token
+  twice.
+  """
+  rng = np.random.default_rng(4)
+
+  def drawn(count):
+    return rng.integers(0, VOCAB, count).tolist()
+
+  prompt, start, history, other = drawn(7), drawn(2), drawn(5), drawn(6)
+  turn, tool, second = drawn(4), drawn(2), drawn(4)
+  heads = [(prompt, start + drawn(9)), (prompt, drawn(3)), (prompt, drawn(16)), (prompt, start)]
+  step = history + turn + tool
+  heads += [(history, turn), (step, second), (step + second + drawn(3), drawn(4))]
+  heads += [(history + turn + drawn(1), drawn(3)), (drawn(4), drawn(8))]
+  heads += [(other, drawn(7)), ([*other[:-1], VOCAB - 1 - other[-1]], drawn(5))]
+  heads += [(other[:1], [3, 4]), (other[:1], [3, 4])]
+  groups = 'aaaabbbbcddee'
+  return [
+    of_tokens(i, head, answer, rng, group_id=groups[i]) for i, (head, answer) in enumerate(heads)
+  ]
+
+
+def of_tokens(
+  i: int, prompt: list[int], answer: list[int], rng: np.random.Generator, **fields
+) -> Sample:
+  """A tool says the second third of an answer of at least nine tokens."""
+  tokens = np.array(prompt + answer, np.int32)
+  like, third = sample(i, rng), len(answer) // 3
+  sampled = np.arange(len(tokens)) >= len(prompt)
+  if third >= 3:
+    sampled[len(prompt) + third : len(prompt) + 2 * third] = False
+  return dataclasses.replace(
+    like,
+    uid=f's/{PAIRED.stop + i}',
+    tokens=tokens,
+    prompt_len=len(prompt),
+    role=np.where(sampled, Role.POLICY, Role.PROMPT).astype(np.uint8),
+    loss_mask=sampled,
+    sampled=sampled,
+    behaviour_logprobs=np.where(sampled, -rng.uniform(1, 4, len(tokens)), 0).astype(np.float32),
+    **fields,
+  )
+
+
+SAMPLES = [*samples(PAIRED.stop), *tree_samples()]
+TREES = range(PAIRED.stop, len(SAMPLES))
+"""Samples with shared prefixes, see `tree_samples`."""
 REWARDS = tuple(float(i % 3 == 0) for i in ROLLOUTS)
 
 
@@ -118,6 +169,30 @@ def experts() -> tuple[Row, ...]:
   return tuple(planned(i, None, is_expert=True, version_step=None) for i in EXPERTS)
 
 
+def trees(*, experts: tuple[int, ...] = ()) -> tuple[Row, ...]:
+  """Rows of `TREES`; the samples of these numbers are demonstrations."""
+  return tuple(
+    planned(
+      i,
+      None if i - TREES[0] in experts else float((i - TREES[0]) % 3 == 0),
+      is_expert=i - TREES[0] in experts,
+    )
+    for i in TREES
+  )
+
+
+def tree_pairs() -> tuple[Row, ...]:
+  """Pairs of samples of `TREES`: with one prompt, where one row is the beginning of the other, and
+  without a common token.
+  """
+  numbers = ((1, 2), (0, 3), (5, 4), (6, 5), (7, 8), (11, 12))
+  return tuple(
+    planned(TREES[i], None, pair=f'p{pair}', label=label)
+    for pair, both in enumerate(numbers)
+    for i, label in zip(both, (1, -1))
+  )
+
+
 def pairs() -> tuple[Row, ...]:
   """The rejected answers first, so that nothing may rely on an order."""
   rows = [
@@ -147,7 +222,7 @@ def bigram(options: ModelOptions, head: str = 'lm', mesh: Mesh | None = None) ->
     spec=SPECS[head],
     options=options,
     init=init,
-    apply=lambda params, tokens, positions, segment_ids: (
+    apply=lambda params, tokens, *places: (
       params['embed']['kernel'][tokens] * params['norm']['scale']
     ),
     head_kernel=lambda params: params['head']['kernel'],
@@ -261,12 +336,16 @@ class Case:
 
   def __init__(self, folder, *, rows, head='lm', model='decoder', dtype='float64', chunks=4,
                chunk_len=CHUNK, scan=False, remat='none', order=None, axes=(), step=0, room=0,
-               lora=None):  # fmt: skip
-    """`room`: rows that shapes are planned for, where it is more than there are."""
+               lora=None, share=False, attention='auto'):  # fmt: skip
+    """`room`: rows that shapes are planned for, where it is more than there are. `share`: whether
+    rows share prefixes.
+    """
     sizes = dict.fromkeys(AXES, 1) | dict(axes)
     self.mesh = build_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
     self.model_name, self.head, self.dtype = model, head, dtype
-    options = ModelOptions(scan_layers=scan, remat=remat, dtype=dtype, lora=lora)
+    options = ModelOptions(
+      scan_layers=scan, remat=remat, dtype=dtype, lora=lora, attention=attention
+    )
     self.model = MODELS[model](options, head, self.mesh if self.mesh.size > 1 else None)
     order = order or (tuple(range(len(rows))),)
     self.shape = plan_shape(
@@ -275,7 +354,9 @@ class Case:
       chunks=chunks,
       chunk_len=chunk_len,
       unit=2 if any(row.pair for row in rows) else 1,
+      shares_prefixes=share,
     )
+    rows = tuple(with_prefixes(rows, [SAMPLES[row.index] for row in rows]))
     self.plan = StepPlan(step=step, stage='x', rows=rows, optimizer_steps=order)
     self.loader = RowLoader(folder, self.mesh)
 

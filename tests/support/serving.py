@@ -31,11 +31,12 @@ from jaxrl_llm.rollout.api import Request, Weights
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.fleet import Fleet
-from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
+from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder, digest
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import OwnedServer, VllmConfig, server_commands
 from jaxrl_llm.rollout.vllm.spec import PUBLISHED
-from jaxrl_llm.weights.hf import write_config
+from jaxrl_llm.weights.hf import to_hf, write_config
+from jaxrl_llm.weights.layout import dtype_of
 
 ENVIRONMENT = os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', str(ROOT / '.venv-vllm'))
 VOCAB = 29
@@ -102,7 +103,12 @@ async def attached(model, servers, folder: pathlib.Path, *, dtype: str = 'float3
   """A started fleet over running servers, which outlive it."""
   addresses = [server if isinstance(server, str) else server.address for server in servers]
   replicas = [
-    Replica(f'vllm-{i}', client=VllmClient(address, name=f'vllm-{i}'), server=None)
+    Replica(
+      f'vllm-{i}',
+      client=VllmClient(address, name=f'vllm-{i}'),
+      server=None,
+      keeps_cache=config.get('kv') == 'keep',
+    )
     for i, address in enumerate(addresses)
   ]
   async with fleet_of(model, replicas, folder, dtype=dtype, **config) as fleet:
@@ -119,13 +125,21 @@ async def fleet_of(
   seed: int = 3,
   lora=None,
   discovery=None,
+  released=None,
   **config,
 ):
-  """Args: lora: of adapters, as which versions are published; None: whole weights."""
-  kind = PublicationFolder if lora is None else functools.partial(AdapterFolder, lora=lora)
+  """
+  Args:
+    lora: of adapters, as which versions are published; None: whole weights.
+    released: how it is released before it starts; None: not at all.
+  """
+  settings = VllmConfig(environment=ENVIRONMENT, **config)
+  kind = functools.partial(PublicationFolder, full_every=settings.full_every)
+  if lora is not None:
+    kind = functools.partial(AdapterFolder, lora=lora)
   fleet = Fleet(
     replicas,
-    VllmConfig(environment=ENVIRONMENT, **config),
+    settings,
     spec=model.spec,
     folder=kind(folder / 'published', model.spec, dtype=dtype),
     adapter_rank=0 if lora is None else lora.rank,
@@ -135,6 +149,8 @@ async def fleet_of(
     run=asyncio.to_thread,
     discovery=discovery,
   )
+  if released is not None:
+    await fleet.release(released)
   try:
     await fleet.start()
     yield fleet
@@ -164,6 +180,20 @@ def weights_of(model, params, version: Version) -> Weights:
     leaves=Weights.of(params, version).leaves,
     probe=_prober(model.spec).probe(params),
   )
+
+
+def moved(params, step: int, *, share: float = 0.01):
+  """The parameters after a step that changes a share of the elements a little."""
+  random = np.random.default_rng(step)
+  return jax.tree.map(
+    lambda x: np.where(random.random(x.shape) < share, x * np.float32(1.01), x), params
+  )
+
+
+def digests_of(model, params, dtype: str = 'float32'):
+  """Digests of what a server that was given whole weights holds."""
+  to = dtype_of(dtype)
+  return {name: digest(tensor.astype(to)) for name, tensor in to_hf(params, model.spec)}
 
 
 def request(number: int, *, length: int = 5, **fields) -> Request:

@@ -1,10 +1,17 @@
 """Samples, scores and groups for stores of replay."""
 
+import contextlib
+import pathlib
+import shutil
+import sqlite3
+
 import numpy as np
 
 from jaxrl_llm.core.records.sample import Sample, Segment, Source
 from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.core.types import Version
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.journal import rebuild
 from jaxrl_llm.replay.tables import Issue
 
 
@@ -57,3 +64,29 @@ def states(store, uids) -> list[str]:
 
 def experts(uids):
   return [Issue(uid=uid, group_id=uid, task_id='e', visit=0, partition='expert') for uid in uids]
+
+
+def tables(directory) -> dict[str, list[tuple]]:
+  """The rows of every table of a store's index but the two of the journal, and its schema."""
+  with contextlib.closing(sqlite3.connect(pathlib.Path(directory) / 'index.sqlite')) as db:
+    schema = db.execute('SELECT type, name, tbl_name, sql FROM sqlite_master').fetchall()
+    names = {name for kind, name, *_ in schema if kind == 'table'} - {'journal', 'unjournaled'}
+    rows = {name: sorted(db.execute(f'SELECT * FROM {name}'), key=repr) for name in names}
+  # A count that is 0 again is no other than one that never was.
+  rows['tallies'] = [row for row in rows['tallies'] if row[-1]]
+  return rows | {'schema': sorted(schema, key=repr)}
+
+
+def assert_rebuilt(directory, target) -> None:
+  """The index of a copy of this closed store, made again from the journal, has the same rows, table
+  by table, and the same audit.
+  """
+  wanted = tables(directory)
+  shutil.copytree(directory, target)
+  (target / 'index.sqlite').write_bytes(b'no database' * 1000)
+  rebuild(target)
+  made = tables(target)
+  assert made.keys() == wanted.keys()
+  for name, rows in wanted.items():
+    assert made[name] == rows, name
+  assert audit(target).lines == audit(directory).lines

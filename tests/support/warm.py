@@ -37,6 +37,7 @@ _MODULES = (
   'jaxrl_llm.app.commands.evaluate',
   'jaxrl_llm.app.serve.explorer',
   'jaxrl_llm.app.offline.replay',
+  'reasoning_gym',
 )
 
 

@@ -15,17 +15,22 @@ import contextlib
 import json
 import os
 import pathlib
+import resource
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import psutil
+
 VARIABLE = 'JAXRL_TEST_TIMES'
 """Environment variable with the file to write; without it, nothing is written."""
 COMPILATION = '/jax/core/compile/backend_compile_duration'
 STAGES = ('setup', 'call', 'teardown')
 WAITS = ('compilation', 'job', 'servers')
+_SHORT_S = 0.2
+"""Up to this length, tests are taken to start no process."""
 
 _seconds: collections.Counter[str] = collections.Counter()
 """Seconds of the running test, by the kind of wait."""
@@ -61,6 +66,7 @@ class Recorder:
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = path.open('w')
     self._stages: dict[str, float] = {}
+    self._children = 0.0
     self._listens = False
 
   def pytest_collection_finish(self) -> None:
@@ -78,6 +84,9 @@ class Recorder:
 
   def pytest_runtest_logfinish(self, nodeid: str) -> None:
     cpu = time.process_time() - self._cpu
+    if sum(self._stages.values()) > _SHORT_S:  # Looking takes several ms.
+      before, self._children = self._children, _cpu_of_children()
+      cpu += max(0.0, self._children - before)
     self._write(kind='test', test=nodeid, cpu=cpu, **self._stages, **_seconds)
 
   def pytest_sessionfinish(self) -> None:
@@ -120,6 +129,16 @@ def _age_of_process() -> float:
   except (OSError, ValueError, IndexError):
     return time.process_time()
   return now - begin / os.sysconf('SC_CLK_TCK')
+
+
+def _cpu_of_children() -> float:
+  """Seconds of CPU of all processes that descend from this one, those that have ended included."""
+  ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+  total = ended.ru_utime + ended.ru_stime
+  for child in psutil.Process().children(recursive=True):
+    with contextlib.suppress(psutil.NoSuchProcess):
+      total += sum(child.cpu_times()[:4])  # Its own, and that of its children that have ended.
+  return total
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -198,7 +217,7 @@ def page(times: Times) -> str:
   """The text of times.md."""
   parts = [
     '# Where the time went\n\nSeconds. Totals are of all workers together; a compilation is one in '
-    'a test process.\n'
+    'a test process. CPU time includes the processes that tests start.\n'
   ]
   origin = min((phase['begin'] for phase in times.phases), default=0.0)
   rows = [

@@ -130,6 +130,8 @@ def test_a_phase_inside_another_is_counted_once_also_where_it_raises(monkeypatch
 
 TESTS = """
   import os
+  import subprocess
+  import sys
   import time
 
   import times
@@ -145,6 +147,11 @@ TESTS = """
     import times
     jax.monitoring.record_event_duration_secs(times.COMPILATION, 0.25)
     jax.monitoring.record_event_duration_secs('/another', 100.0)
+
+
+  def test_starts_a_process():
+    burning = 'import time\\nwhile time.process_time() < 0.3: pass'
+    subprocess.run([sys.executable, '-c', burning], check=True)
 
 
   def test_sees_no_variable():
@@ -211,6 +218,7 @@ def test_the_plugin_writes_a_file_for_each_process(tmp_path, workers, killed):
   names = [
     'test_waits',
     'test_compiles',
+    'test_starts_a_process',
     'test_sees_no_variable',
     *([] if killed else ['test_is_killed']),
   ]
@@ -218,4 +226,5 @@ def test_the_plugin_writes_a_file_for_each_process(tmp_path, workers, killed):
   assert all(test.keys() >= {'setup', 'call', 'teardown', 'cpu'} for test in tests)
   assert 0.05 <= tests[0]['job'] <= tests[0]['call'] + 0.001
   assert tests[1]['compilation'] == 0.25
-  assert not {'job', 'compilation'} & tests[2].keys()
+  assert tests[2]['cpu'] >= 0.3
+  assert not {'job', 'compilation'} & tests[3].keys()

@@ -82,7 +82,7 @@ class Layout:
   tls_cert: str | None = None
   """PEM file with the certificate of the services, at a path that exists on all nodes."""
   tls_key: str | None = None
-  """PEM file with the private key of the certificate in `tls_cert`."""
+  """Path of a PEM file with the private key of the certificate in `tls_cert`."""
   ca_file: str | None = None
   """PEM file with the certificate authority against which the trainer and the explorers verify
   certificates. If unset, the authorities that the operating system trusts are used.
@@ -170,7 +170,7 @@ def compose(
 def _needed(
   config: Config, layout: Layout, run: pathlib.Path, registry: pathlib.Path, one_machine: bool
 ) -> dict[str, str]:
-  """Returns the configuration overrides with which the trainer finds the services."""
+  """Returns the configuration overrides by which the trainer finds the services."""
   needed: dict[str, str] = {}
   if not layout.has_services:
     return needed
@@ -320,7 +320,7 @@ def _vllm(config: Config, run: pathlib.Path, listen: list[str], one_machine: boo
 def _absolute(config_spec: str) -> str:
   match = re.fullmatch(r'(?P<path>.*\.py)(?P<variant>(?::.*)?)', config_spec)
   if match is None:
-    return config_spec  # The name of a shipped configuration, which is not a path.
+    return config_spec  # The name of a shipped configuration is not a path.
   return f'{pathlib.Path(match["path"]).absolute()}{match["variant"]}'
 
 

@@ -14,9 +14,9 @@ LAUNCHES = 'launch'
 
 
 def write_files(job: Job, *, script: tuple[str, str] | None = None) -> None:
-  """Writes a job's files such that only this user can read them.
+  """Writes a job's files so that only this user can read them.
 
-  Files of `job.files` that exist already are kept, so that a restarted job has the same key.
+  Files in `job.files` that already exist are kept, so that a restarted job has the same key.
 
   Args:
     script: name and content of a file to write in the run directory's folder `LAUNCHES`. An

@@ -81,7 +81,7 @@ class Job:
 
   name: str
   groups: tuple[ProcessGroup, ...]
-  """The first group is the trainer."""
+  """Process groups of the job. The first is the trainer."""
   workdir: str
   """Absolute path of the run directory, which all nodes must be able to access under this path."""
   directory: str | None = None
@@ -126,7 +126,7 @@ class Job:
 
   @property
   def services(self) -> tuple[ProcessGroup, ...]:
-    """All groups except the trainer. Their processes are stopped when the trainer has ended."""
+    """All groups except the trainer. Their processes are stopped after the trainer has ended."""
     return self.groups[1:]
 
 

@@ -48,8 +48,8 @@ An existing file is kept, so that a restarted job has the same key. A file appea
 only when it is complete, because all pods run this program at the same time.
 """
 _UNUSABLE, _STUCK = 2, 1
-"""Exit codes after which a restart would not help: `_UNUSABLE` means that the input is invalid,
-`_STUCK` that the trainer cannot continue.
+"""Exit codes after which a restart would not help: `_UNUSABLE` (the input is invalid) and `_STUCK`
+(the trainer cannot continue).
 """
 _POD_NAME = 63 - len('-12345')
 """Maximum length of a pod's name without the suffix that the Job controller appends."""
@@ -168,7 +168,9 @@ _Dumper.add_representer(_Quoted, _represent)
 
 
 def _quoted(value: Any) -> Any:
-  """Returns a tree in which all strings are marked to be quoted, except the keys of mappings."""
+  """Returns a copy of a tree in which all strings are marked for quoting, except the keys of
+  mappings.
+  """
   if isinstance(value, dict):
     return {key: _quoted(inner) for key, inner in value.items()}
   if isinstance(value, list):
@@ -199,7 +201,7 @@ def _check(job: Job, options: JobsetOptions) -> None:
 
 
 def _is_mounted(path: str, options: JobsetOptions) -> bool:
-  """Whether a path lies below the directory at which the claim is mounted."""
+  """Returns whether a path lies below the directory at which the claim is mounted."""
   pure = pathlib.PurePosixPath(path)
   return '..' not in pure.parts and pure.is_relative_to(options.mount)
 
@@ -256,7 +258,7 @@ def _is_trainer(group: ProcessGroup) -> bool:
 
 
 def _slices(group: ProcessGroup) -> int:
-  """Returns the number of TPU slices of a group. Each node of a service is a slice of its own."""
+  """Returns the number of TPU slices of a group. Each node of a service is a separate slice."""
   if not group.resources.tpu:
     return 1
   return group.slices if _is_trainer(group) else group.nodes

@@ -140,7 +140,7 @@ def status(job_id: str, options: LocalOptions) -> str:
 
 
 def logs(job_id: str, options: LocalOptions) -> None:
-  """Prints what a job has written so far."""
+  """Prints the output of a job so far."""
   sys.stdout.write((_folder(job_id) / _OUTPUT).read_text(errors='replace'))
 
 
@@ -149,8 +149,8 @@ def cancel(job_id: str, options: LocalOptions) -> None:
   process = _process(_folder(job_id))
   if process is None:
     raise UserError(f'{job_id}: its job does not run')
-  # This process group consists of the script and the supervisor. The supervisor starts each process
-  # of the job in a session of its own and stops it itself.
+  # The process group consists of the script and the supervisor. Each process of the job is in a
+  # separate session, and the supervisor stops it.
   os.killpg(process.pid, signal.SIGTERM)
 
 

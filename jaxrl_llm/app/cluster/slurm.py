@@ -33,14 +33,18 @@ _ID = re.compile(r'[0-9]+(_[0-9]+)?')
 _OPTION = re.compile(r'--[a-z][-a-z0-9]*(=[^\s\'"\\#]+)?')
 _UNQUOTABLE = re.compile(r'["\\]')
 _NEVER = ('BadConstraints', 'PartitionConfig', 'PartitionNodeLimit', 'PartitionTimeLimit')
-"""Slurm's names of the reasons for which a job waits until an administrator changes the cluster."""
+"""Reasons, by their Slurm names, for which a job cannot start until an administrator changes the
+cluster.
+"""
 _ENDED = (
   *('BOOT_FAIL', 'CANCELLED', 'COMPLETED', 'DEADLINE', 'FAILED'),
   *('NODE_FAIL', 'OUT_OF_MEMORY', 'PREEMPTED', 'TIMEOUT'),
 )
 """States of jobs that have ended."""
 _UNKNOWN_JOB = 'Invalid job id'
-"""Text in Slurm's message on a job that it does not know, or that ended some minutes ago."""
+"""Text in Slurm's error message for a job that it does not know. Slurm forgets a job some minutes
+after its end.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,9 +66,9 @@ class SlurmOptions:
   Otherwise it gets the cores and memory that --cpus and --memory_gib specify.
   """
   sbatch: tuple[str, ...] = ()
-  """Further options of sbatch, such as --mail-type=END."""
+  """Additional options for sbatch, such as --mail-type=END."""
   srun: tuple[str, ...] = ()
-  """Further options of srun, such as --container-image=IMAGE."""
+  """Additional options for srun, such as --container-image=IMAGE."""
 
   def __post_init__(self):
     for name in ('partition', 'account', 'qos', 'reservation', 'constraint'):
@@ -346,7 +350,7 @@ def submit(text: str, job: Job, options: SlurmOptions) -> str:
   """Submits a script with sbatch and returns the job's id.
 
   Raises:
-    UserError: if sbatch is not installed here, or if Slurm refuses the job or would never start it.
+    UserError: if sbatch is not installed here, or if Slurm rejects the job or could never start it.
   """
   check_installed()
   write_files(job, script=('slurm.sh', text))
@@ -414,7 +418,7 @@ def _states(job_id: str) -> list[str]:
 
 
 def logs(job_id: str, options: SlurmOptions) -> None:
-  """Prints what a job has written so far."""
+  """Prints the output of a job so far."""
   _check_id(job_id)
   try:
     described = _call(['scontrol', '--oneliner', 'show', 'job', job_id])
@@ -432,10 +436,10 @@ def logs(job_id: str, options: SlurmOptions) -> None:
 
 
 def cancel(job_id: str, options: SlurmOptions) -> None:
-  """Ends a job such that Slurm does not start it again.
+  """Ends a job so that Slurm does not restart it.
 
   A running job's script gets SIGUSR2 and then stops the trainer, which may take as long as it needs
-  to commit. A plain `scancel` would let Slurm kill the trainer after the cluster's KillWait.
+  to commit. After a plain `scancel`, Slurm would kill the trainer after the cluster's KillWait.
   """
   states = _states(job_id)
   if all(state.split()[1] in _ENDED for state in states):

@@ -45,14 +45,14 @@ _STATE = {
   'host': re.compile('[A-Za-z0-9._-]+'),
   'fifo': re.compile(r'/tmp/jaxrl\.[A-Za-z0-9]{1,32}/news'),
 }
-"""Valid values of the fields of `state.json` that are texts, keyed by field.
+"""Patterns of the values of those fields of `state.json` that are texts, keyed by field.
 
 The file's other fields are the numbers `restarts`, `at` and `code`; `code` may be null.
 """
 _STATE_BYTES = 1 << 16
 _SILENCE_S = 30
-"""Seconds without a message after which the other side counts as lost: a process that hears nothing
-from the launching script is ended on its host, and the script closes a silent connection.
+"""Seconds without a message after which the other side is considered lost. A process that hears
+nothing from the launching script is ended on its host, and the script closes a silent connection.
 """
 _START_S = 300
 """Maximum time in seconds for copying the files to all hosts."""
@@ -369,7 +369,7 @@ def _fifo(state: Mapping) -> str | None:
       status = os.fstat(descriptor)
       return path if stat.S_ISFIFO(status.st_mode) and status.st_uid == os.geteuid() else None
   except OSError as error:
-    # ENXIO means that no process has the FIFO open for reading any more.
+    # ENXIO means that no process has the FIFO open for reading.
     if error.errno in (errno.ENXIO, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
       return None
     raise UserError(f'{path}: {error.strerror}') from error

@@ -85,17 +85,17 @@ flags.DEFINE_integer(
   flag_values=FLAGS,
 )
 flags.DEFINE_multi_string(
-  'service', [], 'Command that runs beside the processes; may be repeated.', flag_values=FLAGS
+  'service', [], 'Command to run alongside the processes; may be repeated.', flag_values=FLAGS
 )
 
 _PR_SET_PDEATHSIG = 1
 _DRAIN_S = 5.0
-"""Maximum wait in seconds for processes to disappear after SIGKILL. The readers of their output get
-the same time to finish after that.
+"""Maximum wait in seconds for processes to disappear after SIGKILL, and then again for the threads
+that read their output to finish.
 """
 _CAUSE_S = 1.0
-"""Seconds to wait for the end of another process that may be the cause, after a process has ended
-with an exit code in `_CONSEQUENCES`.
+"""After a process has ended with an exit code in `_CONSEQUENCES`: seconds to wait for another
+process to end that may be the cause.
 """
 _CONSEQUENCES = (-signal.SIGABRT, os.EX_TEMPFAIL)
 """Exit codes of a process that ends because another process has ended: JAX aborts the process, or
@@ -122,7 +122,7 @@ class ProcessEnd:
   def is_bad(self) -> bool:
     """Whether this end counts as a failure, which ends the job.
 
-    If a service ends, this is always a failure, because services have to run until the processes
+    The end of a service always counts as a failure, because services must run until the processes
     have ended.
     """
     return self.of_service or self.code != 0
@@ -135,7 +135,7 @@ class ProcessEnd:
 
   @property
   def may_pass(self) -> bool:
-    """Whether the cause may be transient, so that the job may succeed when it is restarted."""
+    """Whether the cause may be transient, so that a restart of the job may succeed."""
     return self.code < 0 or self.exit_code == os.EX_TEMPFAIL or (self.of_service and self.code != 2)
 
   @property
@@ -167,7 +167,7 @@ def _die_with_parent() -> Callable[[], None] | None:
   """Returns a function that a child process calls before it executes its command.
 
   The function asks the kernel to send SIGKILL to the child when the supervisor dies. Returns None
-  on systems other than Linux, which have no such request.
+  on systems other than Linux, which lack this feature.
   """
   if not sys.platform.startswith('linux'):
     return None
@@ -209,7 +209,7 @@ def _start(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # With a session of its own, a process gets a terminal's Ctrl-C only from the supervisor.
+        # In a separate session, a process gets a terminal's Ctrl-C only from the supervisor.
         start_new_session=True,
         preexec_fn=before_exec,
       )
@@ -228,7 +228,7 @@ def _pass_on(source: BinaryIO, target: BinaryIO, prefix: bytes, lock: threading.
         with lock:
           target.write(prefix + line.rstrip(b'\n') + b'\n')
           target.flush()
-    # Nobody reads `target` any more. The loop goes on reading `source`, since the process would
+    # The reader of `target` has exited. The loop keeps reading `source`, because the process would
     # otherwise block on a full pipe.
     except BrokenPipeError:
       wanted = False
@@ -257,7 +257,7 @@ class JobSupervisor:
     self._forget()
 
   def _forget(self) -> None:
-    """Clears what is known of the processes, so that the job can be started again."""
+    """Clears the state of the processes, so that the job can be started again."""
     self._processes: dict[str, subprocess.Popen] = {}
     self._ends: queue.SimpleQueue[ProcessEnd] = queue.SimpleQueue()
     self._ended: dict[str, ProcessEnd] = {}
@@ -287,7 +287,7 @@ class JobSupervisor:
   def _run_once(self) -> ProcessEnd | None:
     """Runs the job once.
 
-    Returns the end of the process that is to blame for a failure, or None if all processes ended
+    Returns the end of the process that caused a failure, or None if all processes ended
     successfully.
     """
     self._processes = _start(self._command, self._count, self._services, self._gpus)
@@ -337,7 +337,7 @@ class JobSupervisor:
   def _first_bad_end(self) -> ProcessEnd | None:
     """Waits until all processes have ended or one has failed.
 
-    Returns the failure that is to blame, or None if all processes ended successfully.
+    Returns the end that caused the failure, or None if all processes ended successfully.
     """
     while self._trainers_left():
       # Each wait is short, because a signal handler may set the deadline during the wait.
@@ -361,8 +361,8 @@ class JobSupervisor:
   def _likeliest(self, first: ProcessEnd) -> ProcessEnd:
     """Returns the end that probably caused the failure.
 
-    That is `first`, unless its exit code shows that it only followed from another failure, and a
-    failure that can be its cause is reported within `_CAUSE_S` seconds.
+    That is `first`, unless its exit code indicates a consequence of another failure and such a
+    failure is reported within `_CAUSE_S` seconds.
     """
     deadline = time.monotonic() + _CAUSE_S
     end: ProcessEnd | None = first
@@ -396,7 +396,7 @@ class JobSupervisor:
     self._deadline = time.monotonic() + self._linger_s
     if again:
       self._signal(self._processes, signal.SIGKILL)
-    else:  # Services get no signal yet: the processes need them until they have ended.
+    else:  # Services get no signal yet, because the processes need them until they have ended.
       self._signal(self._trainers_left(), self._asked)
 
   def _left(self) -> list[str]:
@@ -434,7 +434,7 @@ class JobSupervisor:
 
 
 def _wait_for(label: str, process: subprocess.Popen, ends: queue.SimpleQueue[ProcessEnd]) -> None:
-  # The wait 'process' is unbounded, since a process runs as long as the job.
+  # The wait 'process' is unbounded: a process runs as long as the job.
   ends.put(ProcessEnd(label=label, code=process.wait()))
 
 

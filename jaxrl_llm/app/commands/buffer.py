@@ -5,10 +5,11 @@ jaxrl buffer --workdir=runs/quickstart --state=dropped     # samples, most recen
 jaxrl buffer --workdir=runs/quickstart --task=ID           # samples of one task
 jaxrl buffer --workdir=runs/quickstart --uid=UID           # history of one sample
 jaxrl buffer --workdir=runs/quickstart --audit             # consistency; exit code 1 if it fails
-jaxrl buffer --workdir=runs/quickstart --clear_quarantine  # deletes files set aside
+jaxrl buffer --workdir=runs/quickstart --clear_quarantine  # deletes quarantined files
+jaxrl buffer --workdir=runs/quickstart --rebuild           # rebuilds a damaged index
 jaxrl buffer --workdir=runs/quickstart --export=FILE.jsonl # tokens, logprobs, scores of samples
 
-Files that the store's index does not list are set aside in replay/quarantine when a run starts.
+When a run starts, files that the store's index does not list are moved to replay/quarantine.
 
 --stage, --state, --task and --steps select the samples of an export; its format is described in
 docs/guides/replay.md. Exit code 1 means that samples could not be read.
@@ -24,6 +25,7 @@ from collections.abc import Iterable, Sequence
 
 from absl import flags
 
+from jaxrl_llm.app.composition.lock import lock
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
@@ -31,7 +33,8 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay import browse, quarantine
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.export import Selection, export
-from jaxrl_llm.replay.tables import QUARANTINE, Entry
+from jaxrl_llm.replay.journal import rebuild
+from jaxrl_llm.replay.tables import INDEX, QUARANTINE, Entry
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
@@ -61,6 +64,13 @@ flags.DEFINE_integer(
 flags.DEFINE_bool(
   'clear_quarantine', False, 'Remove the unclaimed files in replay/quarantine.', flag_values=FLAGS
 )
+flags.DEFINE_bool(
+  'rebuild',
+  False,
+  'Rebuild the index from the journal, and keep the previous index. No run may be using the '
+  'directory.',
+  flag_values=FLAGS,
+)
 flags.DEFINE_string(
   'uid', None, 'Print the history of the sample with this uid.', flag_values=FLAGS
 )
@@ -87,6 +97,8 @@ def _main(argv: Sequence[str]) -> int:
       ],
     )
     return 0
+  if FLAGS.rebuild:
+    return _rebuild(directory)
   if FLAGS.audit:
     report = audit(directory)
     _show(dataclasses.asdict(report), report.lines)
@@ -110,6 +122,28 @@ def _main(argv: Sequence[str]) -> int:
   return 0
 
 
+def _rebuild(directory: pathlib.Path) -> int:
+  if not directory.is_dir():
+    raise UserError(f'--workdir={FLAGS.workdir}: it has no replay store')
+  with lock(directory.parent, named=directory.parent):
+    rebuilt = rebuild(directory)
+    report = audit(directory)
+  _show(
+    {'rebuilt': rebuilt._asdict(), 'audit': dataclasses.asdict(report)},
+    [
+      f'rebuilt {directory / INDEX} from {rebuilt.writes:,} writes of the journal; kept of the '
+      f'previous index: {", ".join(rebuilt.aside) or "there was none"}',
+      *(
+        [f'ignored {rebuilt.ignored:,} bytes at the end of the journal: damaged or interrupted']
+        if rebuilt.ignored
+        else []
+      ),
+      *report.lines,
+    ],
+  )
+  return 0 if report.ok else 1
+
+
 def _export(directory: pathlib.Path) -> int:
   steps = None if FLAGS.steps is None else _steps(FLAGS.steps)
   selection = Selection(stage=FLAGS.stage, state=FLAGS.state, task=FLAGS.task, steps=steps)
@@ -120,7 +154,7 @@ def _export(directory: pathlib.Path) -> int:
     [
       f'exported {exported.samples:,} samples, {exported.tokens:,} tokens, '
       f'{exported.size / 1e6:,.1f} MB to {FLAGS.export}',
-      *([f'not exported, without complete tokens in the store: {without}'] if without else []),
+      *([f'not exported, because the store lacks their tokens: {without}'] if without else []),
       *(f'PROBLEM {line}' for line in exported.lost),
     ],
   )

@@ -1,7 +1,8 @@
-"""Writes a page that compares runs: curves, what differs, evaluations, the same tasks side by side.
+"""Writes a page that compares runs: curves, configuration differences, evaluations, and answers to
+the same tasks side by side.
 
-jaxrl compare --workdirs=runs/a,runs/b [--objective=val-core/eval/acc/greedy] [--target=FILE]
-jaxrl compare --sweepdir=runs/sweeps/quickstart_lr [--target=FILE]
+jaxrl compare --workdirs=runs/a,runs/b [--objective=val-core/eval/acc/greedy] [--target=FILE] jaxrl
+compare --sweepdir=runs/sweeps/quickstart_lr [--target=FILE]
 
 Runs whose configurations are equal up to the seed form a group with a mean and a standard error.
 """
@@ -72,7 +73,7 @@ def _compare_trials(sweepdir: pathlib.Path, target: pathlib.Path | None) -> path
   from jaxrl_llm.app.sweeps.page import build_page
 
   if FLAGS.objective is not None or FLAGS['direction'].present:
-    raise UserError('--objective, --direction: those of the sweep file; wanted no such flag')
+    raise UserError('--objective, --direction: the sweep file sets them; remove the flags')
   path = build_page(Ledger(sweepdir), target)
   if path is None:
     raise UserError(f'--sweepdir={sweepdir}: no trial has written metrics yet')

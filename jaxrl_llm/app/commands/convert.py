@@ -2,10 +2,10 @@
 
   jaxrl convert --source=Qwen/Qwen3-0.6B --target=/tmp/model --dtype=bfloat16
 
-Use it to check a checkpoint (every name and shape, every setting), change its dtype, update
-config.json to its newest form, or replace the tokenizer. The source is a directory or a hub id.
-The target also gets a model card, README.md, and --push_to_hub=USER/NAME uploads it. --json prints
-one JSON document.
+Use it to check a checkpoint (names, shapes and settings), to change its dtype, to update
+config.json to the current format, or to replace the tokenizer. The source is a directory or a hub
+id. The target also gets a model card, README.md, and --push_to_hub=USER/NAME uploads it. --json
+prints one JSON document.
 """
 
 from __future__ import annotations

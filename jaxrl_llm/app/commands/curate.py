@@ -46,9 +46,7 @@ _HELP = {
   'temperature': 'Sampling temperature of attempts and guesses.',
   'low': 'Smallest share of correct attempts of a kept task.',
   'high': 'Largest share of correct attempts of a kept task.',
-  'guess_tries': (
-    'Guesses (attempts without reasoning), of which one correct drops the task; 0: no guesses.'
-  ),
+  'guess_tries': ('Guesses (attempts without reasoning) per task; a correct one drops the task.'),
   'guess_tokens': 'Longest guess in tokens.',
   'guess_instruction': (
     'Text appended to the prompt of a guess; empty: a guess is limited by length alone.'

@@ -3,8 +3,8 @@
   jaxrl import-trl train.sh [--trainer=grpo] [--output=FILE.py] [--rows=N] [--define=NAME=VALUE ...]
 
 FILE is a shell script with a command such as `trl grpo --key value …` or `python train.py --key
-value …`, a YAML file of arguments, or a Python file that calls GRPOConfig(…) or the like. It is
-read and never run. The report says of every argument whether it is mapped, not needed (and why) or
+value …`, a YAML file of arguments, or a Python file that calls GRPOConfig(…) or the like. The file
+is parsed and never run. The report lists each argument as mapped, not needed (with the reason) or
 not supported.
 """
 
@@ -22,7 +22,7 @@ from jaxrl_llm.app.importers.table import Import
 FLAGS = flags.FlagValues()
 command.define_flags(FLAGS)
 flags.DEFINE_enum(
-  'trainer', None, list(trl_table.TRAINERS), 'Trainer of the arguments; by default the file says.',
+  'trainer', None, list(trl_table.TRAINERS), 'Trainer; by default, read from the file.',
   flag_values=FLAGS,
 )  # fmt: skip
 

@@ -3,9 +3,9 @@
   jaxrl import-verl run_qwen3-8b.sh [--output=FILE.py] [--rows=N] [--define=NAME=VALUE ...]
 
 FILE is a shell script that starts `python3 -m verl.trainer.main_ppo key=value …`, or a YAML file.
-It is read and never run: variables, defaults such as ${NAME:-8} and arithmetic are substituted,
-commands such as $(date) are not. The report says of every key whether it is mapped, not needed
-(and why) or not supported.
+The file is parsed and never run: variables, defaults such as ${NAME:-8} and arithmetic are
+substituted, but commands such as $(date) are not. The report lists each key as mapped, not needed
+(with the reason) or not supported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Creates a separate environment for packages that must not be in the trainer's own.
+"""Creates a separate virtual environment for packages that cannot share the trainer's environment.
 
   jaxrl install --environment=vllm    # vLLM servers; about 3 GB
   jaxrl install --environment=aot     # compilers for absent TPUs and GPUs; about 1.5 GB

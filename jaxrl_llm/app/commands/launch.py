@@ -3,12 +3,12 @@
   jaxrl launch slurm --config=FILE --workdir=DIR --nodes=4 --gpus=8 [--submit]
   jaxrl launch slurm --status=ID | --logs=ID | --cancel=ID
 
-The launchers are local, ssh, slurm, jobset, and your own as 'module:attribute'. Without --submit
-the text of the job is printed, and nothing is started. With --rollout_nodes, --explorers and
---sandboxes the job has services besides the trainer; they find each other in the registry of the
-run directory, whose key is made when the job is submitted.
+The launchers are local, ssh, slurm, jobset, and custom ones given as 'module:attribute'. Without
+--submit, the text of the job is printed and nothing is started. The flags --rollout_nodes,
+--explorers and --sandboxes add services to the job. Trainer and services find each other through
+the registry in the run directory, whose key is created when the job is submitted.
 
-`jaxrl launch NAME --help` lists the flags of a launcher too.
+`jaxrl launch NAME --help` also lists the flags of the launcher NAME.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def find_launcher(name: str) -> Launcher:
     launcher = importlib.import_module(LAUNCHERS[name]).LAUNCHER
   else:
     raise UserError(
-      f"launcher {name!r}: unknown; {nearest(name, LAUNCHERS)}; your own is 'module:attribute'"
+      f"launcher {name!r}: unknown; {nearest(name, LAUNCHERS)}; a custom one is 'module:attribute'"
     )
   if not isinstance(launcher, Launcher) or not dataclasses.is_dataclass(launcher.Options):
     raise UserError(
@@ -126,7 +126,7 @@ def _flags(launcher: Launcher) -> flags.FlagValues:
   flags.DEFINE_bool('submit', False, 'Start the job, and print its id.', flag_values=values)
   for action, help_text in (
     ('status', 'Print the state of the job with this id.'),
-    ('logs', 'Print what the job with this id has written.'),
+    ('logs', 'Print the output of the job with this id.'),
     ('cancel', 'End the job with this id; its trainer commits.'),
   ):
     flags.DEFINE_string(action, None, help_text, flag_values=values)

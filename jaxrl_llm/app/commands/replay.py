@@ -1,10 +1,10 @@
 """Repeats one update of a run and compares it bit for bit: `jaxrl replay --workdir=DIR [--step=N]`.
 
-N is the step of a row of metrics.jsonl (by default the last). The replay starts from the
-newest commit before N, or from the initial state, and trains on the samples that the run's recorded
-plans list. For each step it prints a line with loss, gradient norm, and 'equal' or the differences
-from the run's records: metrics, and also parameters and optimizer if a commit of step N is kept.
-Exit code 0: everything is equal. Nothing in the run directory changes.
+N is the step of a row of metrics.jsonl, by default the last. The replay starts from the newest
+commit before N, or from the initial state, and trains on the samples that the run's recorded plans
+list. For each step, it prints the loss, the gradient norm, and 'equal' or the differences from the
+run's records. It compares metrics and, if a commit of step N exists, also parameters and optimizer
+state. Exit code 0 means that everything is equal. The run directory is not changed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MEASURES = {
   'critic loss': 'critic/loss',
   'critic grad norm': 'critic/grad_norm',
 }
-_TOLD = 3
+_LISTED = 3
 """Maximum number of differences that are printed for a step."""
 
 
@@ -58,7 +58,8 @@ def _main(argv: Sequence[str]) -> int:
 async def _replay(run: pathlib.Path, step: int | None) -> int:
   configs = configs_of_run(run)
   config = configs[-1][1]
-  # Reuse compiled programs: on some devices, a program compiled anew may differ in the last bit.
+  # Reuse compiled programs, because on some devices a newly compiled program may differ in the last
+  # bit.
   if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)
   way = course(config, run, step)
@@ -81,9 +82,9 @@ def line(compared: Compared) -> str:
     arrays = f', and so are the {compared.arrays} arrays of its commit' if compared.arrays else ''
     return f'{head}: equal{arrays}'
   listed = '; '.join(
-    f'{d.key} {_value(d.got)}, recorded {_value(d.recorded)}' for d in differences[:_TOLD]
+    f'{d.key} {_value(d.got)}, recorded {_value(d.recorded)}' for d in differences[:_LISTED]
   )
-  more = f'; and {len(differences) - _TOLD} more' if len(differences) > _TOLD else ''
+  more = f'; and {len(differences) - _LISTED} more' if len(differences) > _LISTED else ''
   return f'{head}: {len(differences)} differ: {listed}{more}'
 
 

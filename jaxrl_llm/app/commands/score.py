@@ -5,38 +5,35 @@ jaxrl score --scorer=answer --options.mode=numeric --rows=FILE.jsonl --out=SCORE
 jaxrl score --scorer=verl --options.function=my_reward.py:compute_score \\
   --rows=FILE.jsonl --out=SCORES.jsonl
 
-A row is {"prompt", "completion", "reward_model": {"style", "ground_truth"}}, as verl has it, or for
-code {"prompt"?, "completion", "tests", "entry_point"?}. --scorer is a name that jaxrl train --list
-prints, or 'module:attribute' for your own (the current directory is searched too). SCORES.jsonl
-gets one score per row, in row order, and is not written if a row cannot be read. Options:
---options='{"mode": "numeric"}' or --options.mode=numeric; values are parsed as JSON, or else taken
-as text.
+A row has verl's form {"prompt", "completion", "reward_model": {"style", "ground_truth"}} or, for
+code, the form {"prompt"?, "completion", "tests", "entry_point"?}. --scorer is a name that `jaxrl
+train --list` prints, or 'module:attribute' of a custom scorer (the current directory is on the
+import path). SCORES.jsonl gets one score per row, in row order. It is not written if a row is
+invalid. Options: --options='{"mode": "numeric"}' or --options.mode=numeric; values are parsed as
+JSON, or else taken as text.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import os
 import pathlib
-import re
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from absl import flags, logging
 from rich.console import Console
 from rich.progress import Progress
 
+from jaxrl_llm.app.commands.option_flags import read_options, split_options
 from jaxrl_llm.app.composition.scorers import CHOOSERS, build_scorer, choose
 from jaxrl_llm.app.offline.scoring import Summary, read_attempts, score_file
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError, one_line
-from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.waits import unless
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
@@ -62,7 +59,6 @@ flags.DEFINE_integer(
 )
 USAGE = 'usage: jaxrl score --scorer=NAME --rows=FILE.jsonl --out=FILE.jsonl'
 
-_OPTION = re.compile(r'--?options\.(?P<key>[^=]+)(?:=(?P<text>.*))?', re.DOTALL)
 _INTERVAL_S = 10.0
 """Seconds between progress lines if there is no terminal."""
 
@@ -73,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-  flag_args, overrides = _split(argv)
+  flag_args, overrides = split_options(argv)
   parse_flags(flag_args, FLAGS, __doc__, takes_config=False)
   for name in ('scorer', 'rows', 'out'):
     if FLAGS[name].value is None:
@@ -81,7 +77,7 @@ def _main(argv: Sequence[str]) -> int:
   logging.set_verbosity(-1)
   if os.getcwd() not in sys.path:
     sys.path.append(os.getcwd())
-  options = _options(FLAGS.options, overrides)
+  options = read_options(FLAGS.options, overrides)
   config = ScorerConfig(name=FLAGS.scorer, options=options, deadline_s=FLAGS.deadline_s)
   rewards = RewardsConfig(
     scorers=(config,), workers=FLAGS.workers, memory_limit_mib=FLAGS.memory_limit_mib
@@ -126,46 +122,6 @@ async def _stoppable(work: Callable[[], Awaitable[Summary]]) -> tuple[Summary | 
     loop.add_signal_handler(number, lambda number=number: stop.done() or stop.set_result(number))
   summary = await unless(stop, work())
   return summary, stop.result() if summary is None else 0
-
-
-def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-  """Splits `argv` into the arguments for absl and the --options.KEY=TEXT overrides."""
-  rest, overrides = [], {}
-  for argument in argv:
-    match = _OPTION.fullmatch(argument)
-    if match is None:
-      rest.append(argument)
-    elif match['text'] is None:
-      raise UserError(f'{argument}: no value given; write {argument}=VALUE')
-    else:
-      overrides[match['key']] = match['text']
-  return rest, overrides
-
-
-def _options(text: str, overrides: dict[str, str]) -> dict[str, Any]:
-  try:
-    options = parse_json(text)
-  except ValueError as error:
-    raise UserError(f'--options={one_line(text)}: not JSON: {error}') from None
-  if not isinstance(options, dict):
-    raise UserError(f'--options={text}: wanted a JSON object')
-  for key, value in overrides.items():
-    *parents, last = key.split('.')
-    place = options
-    for parent in parents:
-      place = place.setdefault(parent, {})
-      if not isinstance(place, dict):
-        raise UserError(f'--options.{key}: {parent} is {json.dumps(place)}, which has no {last!r}')
-    place[last] = _value(value)
-  return options
-
-
-def _value(text: str) -> Any:
-  """Parses a text as JSON. Returns the text itself if it is not JSON."""
-  try:
-    return parse_json(text)
-  except ValueError:
-    return text
 
 
 def _check_out(out: pathlib.Path, rows: pathlib.Path) -> None:

@@ -1,4 +1,5 @@
-"""Runs vLLM servers, an explorer, a reward model or sandboxes for runs elsewhere, until Ctrl-C.
+"""Provides a service to runs on this or other machines until Ctrl-C: vLLM servers, an explorer, a
+reward model, sandboxes, or an inbox for delayed rewards.
 
   jaxrl serve --model=DIR [--servers=2] [-- --max-num-seqs 64 ...]                  (--role=vllm)
   jaxrl serve --model=DIR --host=10.0.0.5 --port=8400 --token_file=FILE \\
@@ -7,6 +8,7 @@
     [--ca_file=FILE] [--name=NAME]
   jaxrl serve --role=reward --model=DIR [--host=10.0.0.6 --port=8500 --token_file=FILE ...]
   jaxrl serve --role=sandbox [--programs=8] [--host=10.0.0.7 --port=8500 --token_file=FILE ...]
+  jaxrl serve --role=feedback --workdir=DIR [--host=10.0.0.8 --port=8600 --token_file=FILE ...]
 
 vllm: servers that a trainer attaches to. DIR holds the policy's config.json (and its tokenizer, for
 text requests); the trainer sends the weights. Prints the addresses for
@@ -16,10 +18,13 @@ explorer: a process that runs the rollout workflow (task to samples) for the run
 devices, for scorers of kind `http`.
 sandbox: runs up to --programs untrusted programs at once. Give its address to the option
 `addresses` of the scorer `code`, whose `key_file` names a file with the same token.
+feedback: takes delayed rewards of the run in DIR, whether it runs or not: `POST /feedback` with
+`{"uid": ..., "value": ..., "who": ...}`. It does not register.
 
-With --registry=DIR, no address or token has to be passed on. DIR is a directory that the job's
-hosts share. Services register there and use its key as token, runs with `registry.directory` find
-them there, and explorers wait there for a run (instead of --master).
+With --registry=DIR, addresses and tokens need not be exchanged by hand. DIR is a directory that all
+hosts of the job share. Services register in it and use its key as their token. Runs with
+`registry.directory` find the services in it, and explorers wait there for a run (instead of
+--master).
 
 Services listen on unix sockets that only this user can reach. With --host, a front (an
 HTTP server) listens at that address (vllm: one per server, on ports PORT, PORT + 1, ...). It
@@ -38,8 +43,9 @@ ROLES = {
   'explorer': 'jaxrl_llm.app.serve.explorer',
   'reward': 'jaxrl_llm.app.serve.reward',
   'sandbox': 'jaxrl_llm.app.serve.sandbox',
+  'feedback': 'jaxrl_llm.app.serve.feedback',
 }
-"""Modules, keyed by role. Only the requested one is imported, so that a host needs only the
+"""Module of each role. Only the requested one is imported, so that a host needs only the
 dependencies of its role.
 """
 

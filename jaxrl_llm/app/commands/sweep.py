@@ -3,7 +3,7 @@
 jaxrl sweep --sweep=quickstart_lr                                  # a shipped sweep, or FILE.py
 jaxrl sweep --sweep=configs/sweeps/quickstart_lr.py --parallel=2 --config.stages.sft.steps=100
 jaxrl sweep --sweep=quickstart_lr --dry_run                        # lists the trials, runs none
-jaxrl sweep --sweep=quickstart_lr --status [--json]                # how far they are
+jaxrl sweep --sweep=quickstart_lr --status [--json]                # progress of the trials
 jaxrl sweep --sweep=quickstart_lr --launcher=slurm [--submit]      # prints or submits a job array
 
 --config.KEY=VALUE overrides a field of every trial. The same command continues a sweep that was
@@ -62,7 +62,7 @@ flags.DEFINE_float(
   'grace_s', 600, 'Seconds that a trial has to commit when it is stopped.', flag_values=FLAGS
 )
 flags.DEFINE_bool('dry_run', False, 'List the trials; run none.', flag_values=FLAGS)
-flags.DEFINE_bool('status', False, 'Print how far the trials are.', flag_values=FLAGS)
+flags.DEFINE_bool('status', False, 'Print the progress of the trials.', flag_values=FLAGS)
 flags.DEFINE_bool('json', False, 'With --dry_run or --status: print JSON.', flag_values=FLAGS)
 flags.DEFINE_bool('retry_failed', False, 'Start failed trials again.', flag_values=FLAGS)
 flags.DEFINE_enum(
@@ -113,7 +113,7 @@ def _main(argv: Sequence[str]) -> int:
     return _print_trials(plan, sweepdir)
   alone = FLAGS.trial is not None or FLAGS.launcher is not None
   if alone and plan.sweep.search == 'tpe':
-    raise UserError("search='tpe' draws its trials as it goes; wanted no --trial and no --launcher")
+    raise UserError("search='tpe' draws trials while the sweep runs; remove --trial and --launcher")
   if FLAGS.launcher is not None:
     return _launch(plan, sweepdir, argv)
   with locked(sweepdir, shared=FLAGS.trial is not None):
@@ -249,6 +249,6 @@ def _print_trials(plan: SweepPlan, sweepdir: pathlib.Path) -> int:
     return 0
   console = Console(highlight=False, markup=False)
   console.print(trials_table(entries))
-  later = f' and {plan.drawn_later} that the search draws as it goes' if plan.drawn_later else ''
+  later = f' and {plan.drawn_later} to be drawn while the search runs' if plan.drawn_later else ''
   console.print(f'{len(entries)} trials{later}, in {sweepdir}', soft_wrap=True)
   return 0

@@ -1,14 +1,14 @@
 """Trains a configuration: `jaxrl train --config=configs/quickstart.py [--workdir=DIR]
 [--config.field=value ...]`.
 
-The same command resumes from the newest commit; with other values of the configuration, it resumes
-with these changes. --branch_from starts a new run from a commit of another. Exit code 0: finished;
-130 and 143: stopped by Ctrl-C and SIGTERM after a commit; 1: the run failed; 2: the input is
-invalid (both with a one-line error).
+The same command resumes the run from its newest commit, with the current values of the
+configuration. --branch_from starts a new run from a commit of another run. Exit codes: 0, the run
+finished; 130 and 143, Ctrl-C or SIGTERM stopped it after a commit; 1, the run failed; 2, the input
+is invalid. In the last two cases, a one-line error is printed.
 
---check validates in seconds, --dry_run also compiles, --doctor also tries a few batches; none of
-them writes to the run directory. --doctor prints a line for each check (ok, warning or failure,
-with the remedy); its exit code is 1 if there is a failure.
+--check validates the configuration in seconds, --dry_run also compiles all programs, and --doctor
+also runs a few batches. None of them writes to the run directory. --doctor prints one line per
+check (ok, warning or failure, with a remedy). Its exit code is 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import jax
 from absl import flags, logging
 
 from jaxrl_llm.app.composition.branch import RESETS, Branch
+from jaxrl_llm.app.composition.sharing import use_releasing_allocator
 from jaxrl_llm.app.doctor.command import diagnose
 from jaxrl_llm.app.dry_run.preflight import print_check, print_list, print_plan
 from jaxrl_llm.app.run import run
@@ -54,7 +55,7 @@ flags.DEFINE_string(
 )  # fmt: skip
 flags.DEFINE_bool(
   'reset_optimizer', False,
-  "With --branch_from: begin with fresh moments; the schedule's position stays.",
+  "With --branch_from: reset the optimizer's moments, but not the schedule.",
   flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_bool(
@@ -89,15 +90,15 @@ flags.DEFINE_bool(
 )
 flags.DEFINE_string(
   'coordinator', None,
-  'HOST:PORT of process 0 of a job; goes before JAX_COORDINATOR_ADDRESS and detection.',
+  'HOST:PORT of process 0 of a job; overrides JAX_COORDINATOR_ADDRESS and detection.',
   flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_integer(
-  'num_processes', None, 'Processes of the job; goes before JAX_NUM_PROCESSES and detection.',
+  'num_processes', None, 'Processes of the job; overrides JAX_NUM_PROCESSES and detection.',
   lower_bound=1, flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_integer(
-  'process_id', None, 'Number of this process, from 0; goes before JAX_PROCESS_ID and detection.',
+  'process_id', None, 'Number of this process, from 0; overrides JAX_PROCESS_ID and detection.',
   lower_bound=0, flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_integer(
@@ -148,10 +149,11 @@ def _main(argv: Sequence[str]) -> int:
   workdir = pathlib.Path(FLAGS.workdir or f'runs/{config.name}')
   logging.set_verbosity(FLAGS.verbosity)
   faulthandler.enable()
+  use_releasing_allocator(config)
   membership = _join(config)
   available_devices()
   if not FLAGS.topology:
-    build_mesh(config.learner.mesh)  # Fails here, before anything is written.
+    build_mesh(config.learner.mesh)  # Raises an invalid mesh's error before anything is written.
   # The cache is not used for absent devices, because their compiled programs cannot be read back.
   if config.compilation_cache and not FLAGS.topology:
     use_compilation_cache(config.compilation_cache)
@@ -195,7 +197,7 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   if has_compiler(chip):
     return
   prefix = pathlib.Path(sys.prefix).resolve()
-  # Look for the environment next to this process's own one, and in the current directory.
+  # Look beside this process's environment, and in the current directory.
   environments = [folder / AOT_ENVIRONMENT for folder in (prefix.parent, pathlib.Path.cwd())]
   pythons = [env / 'bin' / 'python' for env in environments if env.resolve() != prefix]
   python = next((path for path in pythons if path.exists()), None)

@@ -16,13 +16,14 @@ import pathlib
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.app.composition.changes import Refused, Reset, changes, misfits, reset_flags
 from jaxrl_llm.app.composition.prepare import prepare
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
-from jaxrl_llm.app.composition.state import committed_like
+from jaxrl_llm.app.composition.state import commits_needed, committed_like
+from jaxrl_llm.app.composition.static_rows import static_file
 from jaxrl_llm.app.composition.workdir import (
   ATTEMPT,
   CONFIG,
@@ -34,7 +35,8 @@ from jaxrl_llm.app.composition.workdir import (
   made_files,
   write_configuration,
 )
-from jaxrl_llm.app.schema import Config, Examples, Pairs
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.sources import Examples, Pairs
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.disk import link_or_copy, sync, write_durably
 from jaxrl_llm.core.errors import UserError
@@ -49,26 +51,27 @@ from jaxrl_llm.runtime.writers import EVALS_DIR, METRICS_FILE, ROLLOUTS_DIR
 from jaxrl_llm.tasks.taskset import Taskset
 
 RESETS = ('optimizer', 'data', 'store')
-"""Parts of the parent that a branch may begin afresh, as with --reset_optimizer."""
+"""Parts of the parent that a branch can reset, as with --reset_optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Branch:
-  """Request for a branch: the commit to start from, and the parts to begin afresh."""
+  """Request for a branch: the commit to start from, and the parts to reset."""
 
   run: pathlib.Path
   """Directory of the parent."""
   step: int | None = None
   """Step of the commit. If None, the newest commit."""
   reset: tuple[str, ...] = ()
-  """Parts to begin afresh, from `RESETS`: the optimizer's moments, the position in the data, the
-  replay store.
+  """Parts to reset, from `RESETS`: the optimizer's moments, the position in the data, the replay
+  store.
   """
 
   @property
   def scored_as(self) -> pathlib.Path | None:
-    """Run whose automatically chosen scorer options the branch keeps, because it also keeps rewards
-    that were computed with these options. None if the branch begins with an empty store.
+    """Run from which the branch takes automatically chosen scorer options, because it also takes
+    over rewards that were computed with these options. None if the branch begins with an empty
+    store.
     """
     return None if 'store' in self.reset else self.run
 
@@ -91,7 +94,8 @@ class Branch:
     )
 
   def made(self, path: pathlib.Path) -> bool:
-    """Whether the directory `path` already contains this branch, so that it only has to be resumed.
+    """Returns whether the directory `path` already contains this branch, so that it only has to be
+    resumed.
 
     Raises:
       UserError: the directory contains another run or other files.
@@ -183,6 +187,11 @@ def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str],
     model = build_model(model_spec(config, prepared.spec), policy_options(config), mesh)
     stage = next(stage for stage in stages if stage.name == taken.host['stage'])
     check_shapes(origin, workdir, committed_like(stage, model, mesh))
+    _take_needed(origin, workdir, commits_needed(config, stages, origin.step))
+    for built, configured in zip(stages, config.stages, strict=True):
+      if configured.waits_for_rows and origin.step <= built.start:
+        # The parent selected these rows after the commit. The branch selects its own.
+        (workdir.path / static_file(configured)).unlink(missing_ok=True)
     complete(origin, config, workdir, taken)
   except BaseException:
     workdir.discard()
@@ -224,8 +233,9 @@ def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
     for old in path.iterdir():
       if old.name != 'lock':
         shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-    # Copy the store first, and then take the commit. As long as a commit exists, the parent's store
-    # contains all that the commit needs. So if the commit can still be taken, the copy is complete.
+    # Copy the store before taking the commit. As long as the commit exists, the parent's store
+    # contains everything that the commit needs. So if the commit can still be taken afterwards, the
+    # copy is complete.
     if 'store' in reset:
       copying.begin(path / 'replay', step=origin.step, max_uses=config.max_uses)
     else:
@@ -255,6 +265,21 @@ def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
     return taken
 
 
+def _take_needed(origin: Fork, workdir: Workdir, steps: Collection[int]) -> None:
+  """Links or copies the commits at `steps`, from whose weights later stages of the branch start."""
+  parent, branch = _checkpoints(origin.branch.run), _checkpoints(workdir.path)
+  for step in sorted({*steps} - {origin.step}):
+    if step not in parent.steps():
+      raise UserError(
+        f'--branch_from={origin.branch.run}:{origin.step}: a later stage begins with the weights '
+        f'of step {step} (init_from), and the run keeps only the commits {parent.steps()}; name '
+        'other weights, or branch from a commit before that stage'
+      )
+    with _reported(origin, workdir.path):
+      taken = branch.take(parent, step)
+      branch.commit_taken(taken, taken.host)
+
+
 def complete(origin: Fork, config: Config, workdir: Workdir, taken: Taken) -> None:
   """Commits the files that were taken over, and gives the branch its final directory name."""
   path, reset, host = workdir.path, origin.branch.reset, dict(taken.host)
@@ -266,7 +291,7 @@ def complete(origin: Fork, config: Config, workdir: Workdir, taken: Taken) -> No
     if _algorithm(origin.config, host['stage']) != _algorithm(to_json(config), host['stage']):
       host['algorithm_state'] = None
     if host['best'] and host['best'][1] != origin.step:
-      host['best'] = None  # Its commit stays with the parent.
+      host['best'] = None  # The commit of the best evaluation is not copied.
     host |= {
       'reset_optimizer': 'optimizer' in reset or host.get('reset_optimizer', False),
       'attempt': _attempt(path),
@@ -275,7 +300,7 @@ def complete(origin: Fork, config: Config, workdir: Workdir, taken: Taken) -> No
     }
     _checkpoints(path).commit_taken(taken, host)
     for folder in sorted(path.rglob('*/')):
-      sync(folder)  # The links in it.
+      sync(folder)  # Makes the folder's links durable.
     sync(path)
     workdir.place()
 
@@ -373,8 +398,8 @@ def _link_tree(
 
 
 def _may_change_rows(made: Sequence[Change]) -> bool:
-  """Whether changes of the configuration may alter the static rows of a stage (demonstrations,
-  preference pairs or examples), so that the branch cannot take over its parent's.
+  """Returns whether changes of the configuration may alter the static rows of a stage
+  (demonstrations, preference pairs or examples), so that the branch cannot take over its parent's.
 
   The rows also depend on the evaluations, because the processor `dedup` drops tasks that occur in
   evaluations.

@@ -2,7 +2,7 @@
 
 A resumed run may change whatever does not alter the meaning of anything stored: weights, optimizer
 state, position in the data, rollouts and their rewards. A branch may also change settings that
-affect only later steps, and settings of the parts that it begins afresh.
+affect only later steps, and settings of the parts that it resets.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.app.composition.saved import with_sources
-from jaxrl_llm.app.schema import Config, Examples, Pairs, StageConfig, trained_tasksets
+from jaxrl_llm.app.schema import BASE, Config, StageConfig, trained_tasksets
+from jaxrl_llm.app.sources import Examples, Pairs, Stored
 from jaxrl_llm.config.load import difference
-from jaxrl_llm.config.values import from_json, to_json
+from jaxrl_llm.config.values import TAG, from_json, to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.remote import DiscoveringOptions
 from jaxrl_llm.learner.optimizer import MAY_CHANGE as OF_OPTIMIZERS
@@ -24,10 +25,12 @@ from jaxrl_llm.runtime.history import Change
 from jaxrl_llm.tasks.processors import COMPARING, in_order
 
 Reset = Literal['data', 'store']
-"""Part that a branch must begin afresh in order to make a change, as with --reset_data."""
+"""Part that a branch must reset in order to make a change, as with --reset_data."""
 
 MAY_CHANGE = (
   *('evaluation', 'logging', 'checkpoint', 'compilation_cache', 'coordination', 'registry'),
+  'learner.mesh',
+  'phases',
   *('rewards.workers', 'rewards.scorers.*.options.cache_file'),
   *('rollout.explorers', 'rollout.mismatch', 'rollout.collect_deadline_s'),
   # `request_deadline_s` may not change, because the limits of sandboxed programs depend on it.
@@ -52,7 +55,7 @@ _WHY = {
   'examples': 'the run counts its position in this data',
   'rewards': 'stored rollouts were scored with it',
   'rollout': 'stored rollouts were sampled with it',
-  'learner': 'batches are packed and sharded by it',
+  'learner': 'batches are packed by it',
   'stages': 'a run keeps its stages and their order',
 }
 """Reason why a part of the configuration may not change, keyed by the first name of its key."""
@@ -65,7 +68,7 @@ _OF_BRANCHES = (
   *(f'stages.*.source.{name}' for name in ('temperature', 'limits', 'max_dropped_groups')),
   *(f'stages.*.source.{name}' for name in ('processors', 'selection', 'publish_every', 'past')),
 )
-"""Further keys that a branch may change, whichever commit it starts from."""
+"""Additional keys that a branch may change, regardless of the commit from which it starts."""
 
 
 class Refused(NamedTuple):
@@ -94,7 +97,9 @@ def current(saved: Mapping[str, Any]) -> Any:
   """
   try:
     return to_json(from_json(with_sources(saved), Config))
-  except UserError:  # This version cannot read it. What both versions have can still be compared.
+  except UserError:
+    # This version cannot parse the configuration, but the fields that both versions have can still
+    # be compared.
     return saved
 
 
@@ -110,15 +115,15 @@ def refused(old: Mapping[str, Any], new: Config, step: int) -> list[Refused]:
   try:
     rules = _Rules(old, new, step)
     return [reason for change in differences if (reason := rules.refusal(change)) is not None]
-  except (KeyError, TypeError):  # Of a version whose stages had other fields.
+  except (KeyError, TypeError):  # Saved by a version whose stages had other fields.
     return [Refused(change, _WHY['stages']) for change in differences]
 
 
 def misfits(old: Mapping[str, Any], new: Config, step: int) -> list[tuple[Refused, Reset | None]]:
   """Returns the changes that a branch from a commit cannot make without a reset.
 
-  Each change comes with the part that the branch must begin afresh to make it, or None if the
-  branch cannot make it at all.
+  Each change comes with the part that the branch must reset to make it, or None if the branch
+  cannot make it at all.
 
   Args:
     old: the parent's configuration in force at the commit, as JSON.
@@ -147,8 +152,8 @@ def reset_flags(problems: Iterable[tuple[Refused, Reset | None]]) -> list[str] |
 
 
 def is_below(key: str, others: Iterable[str]) -> bool:
-  """Whether a dotted key equals one of the others or lies below it. `*` in the others matches one
-  name.
+  """Returns whether a dotted key equals one of `others` or lies below it. `*` in `others` matches
+  one name.
   """
   names = key.split('.')
   return any(
@@ -196,7 +201,8 @@ class _Rules:
     return Refused(change, _WHY.get(part, 'the run was made with it'))
 
   def misfit(self, change: Change) -> tuple[str, Reset | None]:
-    """Returns why a branch cannot make a change, and the part that it must begin afresh to make it.
+    """Returns the reason why a branch cannot make a change, and the part to reset that would permit
+    it.
 
     The reason is empty if the branch can make the change. The part is None if no reset helps.
     """
@@ -213,11 +219,21 @@ class _Rules:
       return '', None
     if part in ('tasksets', 'preferences', 'examples'):
       return (_WHY[part], 'data') if not name or name in self._begun else ('', None)
+    if change.key in ('seed', 'policy.init_from') and (stage := self._beginning_anew()):
+      return f'stage {stage} begins with the weights with which the run began', None
     if part == 'seed' and (policy['lora'] is None or policy['init_from'] is not None):
       return _WHY[part], 'data'
     if change.key == 'policy.init_from' and policy['lora'] is None:
-      return '', None  # The weights are the commit's; only their shapes must agree.
+      return '', None  # The branch uses the weights of the commit, so only their shapes must agree.
     return _WHY.get(part, 'the run was made with it'), 'store' if part == 'rewards' else None
+
+  def _beginning_anew(self) -> str:
+    """Returns the name of a stage after the commit that starts from the run's first weights; empty
+    if there is none.
+    """
+    names = [stage['name'] for stage in self._sides[1]['stages'] if BASE in stage['init_from']]
+    later = (self._step, self._step)
+    return next((name for name in names if self._spans.get(name, later)[0] >= self._step), '')
 
   def _compared(self, part: str, name: str, trained: Set[str]) -> str:
     """Returns the reason why a change may affect the tasks of a taskset that is trained on.
@@ -260,9 +276,18 @@ class _Rules:
       done = min(end, self._step) - start
       right = change.after == done if end < self._step else change.after >= done
       return ('' if right else f'the commit comes after {done} of them'), None
-    if not start < self._step <= end or is_below(change.key, _OF_BRANCHES) or field == 'steps':
+    is_selected = field.startswith('source.selection') and self._has_rows(name)
+    free = is_below(change.key, _OF_BRANCHES) and not is_selected
+    if not start < self._step <= end or free or field == 'steps':
       return '', None
     return 'the commit has a position in these batches', 'data'
+
+  def _has_rows(self, name: str) -> bool:
+    """Returns whether the rows of a stage are selected from a store (`Stored`), so that positions
+    in them depend on the selection.
+    """
+    source = next(stage['source'] for stage in self._sides[0]['stages'] if stage['name'] == name)
+    return source[TAG] == Stored.__name__
 
   def _of_stage(self, change: Change, name: str, field: str) -> Refused | None:
     start, end = self._spans[name]
@@ -287,8 +312,8 @@ class _Rules:
     return Refused(change, _STAGES)
 
   def _of_optimizer(self, change: Change, field: str, inherited: list[Any]) -> bool:
-    """Whether a change concerns only optimizer settings that do not affect the meaning of stored
-    optimizer state, such as the learning rate.
+    """Returns whether a change concerns only optimizer settings that do not affect the meaning of
+    stored optimizer state, such as the learning rate.
 
     Args:
       field: path of the changed field, such as 'optimizer.peak_lr', within the configuration (for
@@ -300,14 +325,14 @@ class _Rules:
       return field.removeprefix('optimizer.') in OF_OPTIMIZERS
     sides = [value or other for value, other in zip(change[1:], inherited)]
     if None in sides:
-      return True  # No stage inherits it on that side.
+      return True  # No stage inherits the optimizer in that configuration.
     before, after = sides
     return all(key in OF_OPTIMIZERS for key, *_ in difference(before, after))
 
 
 def _processed_before(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the configurations of the tasksets that are processed before the given one, keyed by
-  name.
+  """Returns the configurations of the tasksets that are processed before the taskset `name`, keyed
+  by name.
   """
   tasksets = {taskset['name']: taskset for taskset in config['tasksets']}
   order = in_order(tasksets, {suite['taskset'] for suite in config['evaluation']})

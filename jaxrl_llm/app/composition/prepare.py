@@ -21,18 +21,17 @@ from jaxrl_llm.app.composition.static_rows import (
   write_examples,
   write_pairs,
 )
+from jaxrl_llm.app.composition.stored_rows import write_others
 from jaxrl_llm.app.composition.workdir import TOKENIZER
-from jaxrl_llm.app.schema import (
-  Config,
+from jaxrl_llm.app.schema import Config, PreferenceSource, scored_tasksets, trained_tasksets
+from jaxrl_llm.app.sources import (
   Demonstrations,
   Examples,
   ExpertsConfig,
   Pairs,
-  PreferenceSource,
   Recorded,
   Rollouts,
-  scored_tasksets,
-  trained_tasksets,
+  Stored,
 )
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.task import Task
@@ -89,15 +88,19 @@ def prepare(
   tasksets = {c.name: load(c.name) for c in config.tasksets}
   suites = [(suite, _suite_tasks(suite, tasksets)) for suite in config.evaluation]
   check_names(config, tasksets)
+  for suite in config.evaluation:
+    check_scored(tasksets[suite.taskset], config.rewards)
+  for stage in config.stages:
+    for name in stage.source.tasksets if stage.explores else ():
+      check_scored(tasksets[name], config.rewards_of(stage.name))
   for name in sorted(scored_tasksets(config)):
-    check_scored(tasksets[name], config.rewards)
     check_verifiers(tasksets[name].tasks, config.rewards.scorers)
   preferences = load_all_preferences(config, tasksets)
   examples = load_all_examples(config)
   _check_held_out(config, preferences, examples, suites)
   for stage in config.stages:
     if stage.critic.init_from is not None:
-      # Report a missing model now and not only when its stage begins.
+      # Report a missing model now instead of at the start of its stage.
       model_directory(stage.critic.init_from)
   tokenizer = load_tokenizer(config, tasksets, preferences, examples, workdir)
   spec = _spec(config, tokenizer)
@@ -107,7 +110,7 @@ def prepare(
   lengths = {
     stage.name: sample_lengths(workdir, static_file(stage), unit=stage.source.unit)
     for stage in config.stages
-    if not stage.explores
+    if not (stage.explores or stage.waits_for_rows)
   }
   return Prepared(tasksets=tasksets, tokenizer=tokenizer, spec=spec, suites=suites, lengths=lengths)
 
@@ -205,7 +208,9 @@ def _write_rows(
       case Rollouts(experts=ExpertsConfig() as experts, expert_rows=count):
         write_demonstrations(stage.name, experts, count, tasksets, tokenizer, workdir, longest)
       case Recorded():
-        copy_recorded(stage, longest, tasksets, tokenizer, workdir)
+        copy_recorded(stage, longest, config.rollout.max_steps, tasksets, tokenizer, workdir)
+      case Stored(run=str()):
+        write_others(stage, longest, tasksets, tokenizer, workdir)
   for source in config.preferences:
     write_pairs(source, preferences[source.name], tokenizer, workdir, longest)
   for example_set in examples.values():
@@ -233,7 +238,7 @@ def load_tokenizer(
   workdir: pathlib.Path,
 ) -> Tokenizer:
   """Loads the checkpoint's tokenizer. Without a checkpoint, loads the tokenizer in the run
-  directory, which is built first if it does not exist.
+  directory, after building it if it does not exist.
   """
   checkpoint = checkpoint_directory(config)
   if checkpoint is not None:
@@ -257,7 +262,9 @@ def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
 def _processed(
   config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]
 ) -> dict[str, Taskset]:
-  """Runs the processors of each taskset; those of evaluation tasksets first (see `in_order`)."""
+  """Runs the processors of each taskset. The order is that of `in_order`: tasksets for evaluation
+  come first.
+  """
   configured = {taskset.name: taskset.processors for taskset in config.tasksets}
   processed, kept = {}, []
   for name in in_order(configured, {suite.taskset for suite in config.evaluation}):
@@ -339,8 +346,8 @@ def _tokenizer(
 ) -> Tokenizer:
   directory = workdir / TOKENIZER
   if not directory.exists():
-    # The directory gets its name when it is complete, so that a killed process leaves no partial
-    # tokenizer.
+    # The directory is renamed to its final name only when complete, so that a killed process leaves
+    # no partial tokenizer.
     unfinished = workdir / f'{TOKENIZER}.tmp'
     shutil.rmtree(unfinished, ignore_errors=True)
     texts = [text for taskset in tasksets.values() for text in task_texts(taskset.tasks)]

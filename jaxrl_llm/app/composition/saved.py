@@ -5,7 +5,8 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-from jaxrl_llm.app.schema import Demonstrations, Pairs, Recorded, Rollouts, StageConfig
+from jaxrl_llm.app.schema import StageConfig
+from jaxrl_llm.app.sources import Demonstrations, Pairs, Recorded, Rollouts
 from jaxrl_llm.config.annotations import field_types
 from jaxrl_llm.config.moved import moved_fields
 from jaxrl_llm.config.values import TAG
@@ -36,8 +37,8 @@ def with_sources(saved: Any) -> Any:
 
 
 def _with_source(stage: Any) -> Any:
-  """Returns a saved stage with a `source`. Fields that do not apply to this kind of source are left
-  out.
+  """Returns a saved stage with a `source`. Fields that do not apply to the kind of source are
+  dropped.
   """
   if not isinstance(stage, dict) or 'source' in stage:
     return stage

@@ -16,9 +16,11 @@ from jaxrl_llm.rewards.api import DISCOVERING, AnyScorer, RewardsConfig, ScorerC
 from jaxrl_llm.rewards.scorers.adapters import python_scorer, trl_scorer, verl_scorer
 from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer, choose_options
 from jaxrl_llm.rewards.scorers.code import code_scorer, options_within
+from jaxrl_llm.rewards.scorers.delayed import delayed_scorer
 from jaxrl_llm.rewards.scorers.environment import environment_scorer
 from jaxrl_llm.rewards.scorers.format import format_scorer
 from jaxrl_llm.rewards.scorers.http import http_scorer
+from jaxrl_llm.rewards.scorers.instructions import instructions_scorer
 from jaxrl_llm.rewards.scorers.judge.scorer import judge_scorer
 from jaxrl_llm.rewards.scorers.k12 import k12_scorer
 from jaxrl_llm.rewards.scorers.language import language_scorer
@@ -27,13 +29,17 @@ from jaxrl_llm.rewards.scorers.repetition import repetition_scorer
 from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 from jaxrl_llm.rewards.scorers.vision import box_iou_scorer, point_scorer
 
+DELAYED = 'delayed'
+"""Name of the scorer whose verdicts arrive later."""
 SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
   'answer': answer_scorer,
   'box_iou': box_iou_scorer,
   'code': code_scorer,
+  DELAYED: delayed_scorer,
   'environment': environment_scorer,
   'format': format_scorer,
   'http': http_scorer,
+  'instructions': instructions_scorer,
   'judge': judge_scorer,
   'k12': k12_scorer,
   'language': language_scorer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.net.registry import Registry
@@ -28,6 +29,10 @@ class Setup:
   process: Process
   registry: Registry | None = None
   """Registry of the run. None in processes other than process 0, and in runs without a registry."""
+  next_attempt: Callable[[], int] | None = None
+  """Function that counts a new attempt of the run and returns its number. None in processes other
+  than process 0, and if the weights are not published.
+  """
   explorer_command: ExplorerCommand
   """Function that returns the command line of an explorer process. It is passed in because the
   program belongs to a higher layer.

@@ -4,23 +4,15 @@ follow from a configuration, such as a stage's first step and the shapes of its 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from absl import logging
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.schema import (
-  AlgorithmConfig,
-  Config,
-  CriticConfig,
-  Examples,
-  Pairs,
-  Recorded,
-  Rollouts,
-  StageConfig,
-)
-from jaxrl_llm.batching.plan import Shape, plan_shape
+from jaxrl_llm.app.composition.scorers import DELAYED, build_scorer
+from jaxrl_llm.app.composition.shapes import stage_shape
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, StageConfig
+from jaxrl_llm.app.sources import Examples, Pairs, Recorded, Rollouts
 from jaxrl_llm.config.own import named_pair
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
@@ -28,11 +20,12 @@ from jaxrl_llm.learner.algorithm import Algorithm, Setting
 from jaxrl_llm.learner.catalogue import ALGORITHMS, OFFLINE, PAIRWISE
 from jaxrl_llm.learner.optimizer import build_optimizer
 from jaxrl_llm.master.exploring.processors import PROCESSORS, Processor, ProcessorConfig
+from jaxrl_llm.master.exploring.verifying import ModelProcessor
 from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.logprobs import plan_token_chunk
-from jaxrl_llm.parallel.mesh import SEQUENCE, data_parallel_ranks
+from jaxrl_llm.parallel.mesh import SEQUENCE
 from jaxrl_llm.parallel.rules import parts
 
 
@@ -46,7 +39,9 @@ def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
   )
 
 
-def build_processors(configs: Sequence[ProcessorConfig]) -> tuple[tuple[str, Processor], ...]:
+def build_processors(
+  configs: Sequence[ProcessorConfig],
+) -> tuple[tuple[str, Processor | ModelProcessor], ...]:
   """Builds processors from the catalogue, or user-defined ones. The latter are pairs of an options
   dataclass and a function of the options.
 
@@ -82,6 +77,11 @@ def build_stages(
   return tuple(stages)
 
 
+def _setting(config: Config) -> Setting:
+  rollout = config.rollout
+  return Setting(max_response_length=rollout.max_response_length, max_steps=rollout.max_steps)
+
+
 def _stage(
   stage: StageConfig,
   config: Config,
@@ -96,16 +96,14 @@ def _stage(
     raise UserError(
       f'{where}.optimizer: missing, and learner.optimizer too; give one with its peak_lr'
     )
-  algorithm = build_algorithm(
-    stage.algorithm, Setting(max_response_length=config.rollout.max_response_length)
-  )
+  algorithm = build_algorithm(stage.algorithm, _setting(config))
   _check_stage(stage, config, algorithm)
   for line in algorithm.no_effect:
     logging.warning('%s.algorithm: %s', where, line)
   critic_updates = stage.steps * stage.minibatches * stage.epochs
   updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
   critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
-  shape = _shape(stage, config, mesh, lengths)
+  shape = stage_shape(stage, config, mesh, lengths, options=policy_options(config))
   return Stage(
     name=stage.name,
     start=start,
@@ -135,75 +133,33 @@ def _stage(
   )
 
 
-def _chunk_len(config: Config, mesh: Mesh) -> int:
-  """Returns the length of a packed chunk in tokens.
-
-  Raises UserError if the configured length is too small or does not fit the mesh.
-  """
-  longest, sequence = config.rollout.max_length, mesh.shape[SEQUENCE]
-  multiple = math.lcm(8, sequence)
-  chunk_len = config.learner.chunk_len or -(-longest // multiple) * multiple
-  if chunk_len % sequence:
-    raise UserError(
-      f'learner.chunk_len: {chunk_len} tokens cannot be cut over learner.mesh.sequence={sequence} '
-      'devices; wanted a multiple of it'
-    )
-  if chunk_len < longest:
-    raise UserError(
-      f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + '
-      f'max_response_length = {longest}'
-    )
-  return chunk_len
-
-
-def _shape(stage: StageConfig, config: Config, mesh: Mesh, lengths: Sequence[int]) -> Shape:
-  """Returns the shape of the arrays of a minibatch, which is the same in all steps of a stage.
-
-  Args:
-    lengths: sequence lengths of the stage in tokens; empty if they are not known in advance.
-  """
-  source = stage.source
-  # Rollouts and expert rows are divided among the minibatches separately. If either do not divide
-  # evenly, some minibatches get one unit (row, or pair of rows) more, for which there must be room.
-  expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
-  kinds = [source.sequences - expert_rows, expert_rows]
-  rows = sum(-(-kind // source.unit // stage.minibatches) * source.unit for kind in kinds)
-  return plan_shape(
-    rows=rows,
-    ranks=data_parallel_ranks(mesh),
-    chunks=config.learner.chunks_per_rank,
-    chunk_len=_chunk_len(config, mesh),
-    unit=source.unit,
-    lengths=lengths,
-  )
-
-
 def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
   """Raises UserError if the stage could learn nothing, or if a setting would not have the effect
   that its name suggests.
   """
   where, name, source = f'stages.{stage.name}', stage.algorithm.name, stage.source
   pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded)
-  selection = source.selection.kind if isinstance(source, Rollouts) else 'all'
+  imitates = isinstance(source, Rollouts) and source.selection.imitates
   expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
   if name in PAIRWISE and not pairs:
+    others = 'Stored with run=… and' if algorithm.head == 'scalar' else 'Rollouts or Stored with'
     raise UserError(
-      f'{where}.source: {name} learns from pairs; set Pairs, or Rollouts with '
-      "selection.kind='pairs'"
+      f'{where}.source: {name} learns from pairs; set Pairs, or {others} '
+      "selection.kind='pairs' or 'margin'"
     )
   if pairs and name in ALGORITHMS and name not in PAIRWISE:
     raise UserError(
       f'{where}: {name} does not learn from pairs; use one of {", ".join(sorted(PAIRWISE))}'
     )
-  if name == 'sft' and groups and selection != 'shortest_correct':
+  if name == 'sft' and groups and not imitates:
     raise UserError(
       f'{where}.source: sft learns from demonstrations; set Demonstrations or Examples, or imitate '
       "the policy's own best by "
-      "Rollouts with selection.kind='shortest_correct'"
+      "Rollouts or Stored with selection.kind='shortest_correct', 'best' or 'above'"
     )
-  if selection == 'shortest_correct' and name in ALGORITHMS and name != 'sft':
+  if imitates and name in ALGORITHMS and name != 'sft':
     raise UserError(
-      f'{where}.source.selection: imitates one answer of a group, which {name} does not; use sft'
+      f'{where}.source.selection: imitates answers of a group, which {name} does not; use sft'
     )
   if not groups and name in ALGORITHMS and name not in OFFLINE:
     raise UserError(
@@ -216,7 +172,8 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
     )
   if algorithm.head == 'scalar' and groups:
     raise UserError(
-      f'{where}.source: {name} trains a model of one score, which generates nothing; set Pairs'
+      f'{where}.source: {name} trains a model of one score, which generates nothing; set Pairs, '
+      "or Stored with run=… and selection.kind='pairs' or 'margin'"
     )
   _check_reference(stage, config, algorithm)
   if algorithm.critic_loss is None and stage.critic != CriticConfig():
@@ -230,7 +187,7 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
     _check_rollouts(stage, source, config)
     _check_partial(stage, config, algorithm)
   if (
-    selection in ('all', 'mixed')
+    not (pairs or imitates)
     and not expert_rows
     and source.sequences % (stage.minibatches * source.unit)
   ):
@@ -246,9 +203,7 @@ def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> Non
   """
   where = f'stages.{stage.name}'
   least = {
-    'groups_per_batch': source.groups_per_batch
-    if source.selection.kind in ('pairs', 'shortest_correct')
-    else None,
+    'groups_per_batch': source.selection.least and source.groups_per_batch,
     'experts.ratio': source.expert_rows if source.experts is not None else None,
   }
   for field, units in least.items():
@@ -258,12 +213,56 @@ def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> Non
         f'gives {units}; lower minibatches or raise it'
       )
   _check_processors(stage.name, source, config)
+  _check_delayed(stage.name, source, config)
+  selection = source.selection
+  if config.rollout.max_steps > 1 and (selection.pairs or selection.imitates):
+    raise UserError(
+      f'{where}.source.selection: {selection.kind!r} takes one sequence of a rollout, and '
+      f'rollout.max_steps={config.rollout.max_steps} permits several; set it to 1, or selection to '
+      "'all' or 'mixed'"
+    )
   if source.past is not None and source.group_size % (stage.minibatches * source.unit):
     raise UserError(
       f'{where}.minibatches: with earlier groups the number of groups in a batch varies, so that '
       f'each must divide evenly; group_size {source.group_size} does not divide into '
       f'{stage.minibatches} minibatches'
     )
+
+
+def _check_delayed(stage: str, source: Rollouts, config: Config) -> None:
+  """Raises UserError if samples of the stage would wait for delayed rewards, and another setting
+  does not allow it.
+  """
+  scorers = [
+    scorer
+    for scorer in config.rewards_of(stage).scorers
+    if scorer.implementation == DELAYED
+    and (not scorer.tasksets or set(scorer.tasksets) & set(source.tasksets))
+  ]
+  for scorer in scorers:
+    options, reason, where = build_scorer(scorer), '', f'stages.{stage}'
+    if source.bound < 1:
+      reason = f'{where}.source.bound {source.bound}; wanted 1 or more, since samples that wait age'
+    elif config.rollout.partial is not None:
+      reason = 'rollout.partial; remove it'
+    elif config.rollout.max_steps > 1:
+      reason = f'rollout.max_steps {config.rollout.max_steps}; set it to 1'
+    elif options.max_age_versions < source.bound:
+      reason = (
+        f'max_age_versions {options.max_age_versions}, below {where}.source.bound {source.bound}; '
+        'raise it'
+      )
+    elif any(
+      isinstance(processor, ModelProcessor) for _, processor in build_processors(source.processors)
+    ):
+      reason = f'a processor of {where} that asks a model; use a scorer of kind judge instead'
+    elif options.max_groups < source.groups_per_batch:
+      reason = (
+        f'max_groups {options.max_groups}, below {where}.source.groups_per_batch '
+        f'{source.groups_per_batch}; raise it'
+      )
+    if reason:
+      raise UserError(f'rewards.scorers {scorer.name!r}: delayed, cannot be combined with {reason}')
 
 
 def _check_partial(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
@@ -281,7 +280,7 @@ def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
   that all processes report errors.
   """
   build_processors(source.processors)
-  scorers = [scorer.name for scorer in config.rewards.scorers]
+  scorers = [scorer.name for scorer in config.rewards_of(stage).scorers]
   for processor in source.processors:
     if processor.implementation == 'repetition' and config.rollout.repetition_detection is None:
       raise UserError(
@@ -311,9 +310,8 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
     )
   if rule.ema is not None and config.policy.lora is not None:
     raise UserError(
-      f"{where}: reference.ema averages parameters, and the means of two adapters' factors are not "
-      'those of what they '
-      'add to the weights; use reference.every, or policy.lora=null'
+      f"{where}: reference.ema averages parameters, but the mean of adapters' factors is not the "
+      'mean of the adapters; use reference.every, or policy.lora=null'
     )
   if rule.every == 1 and isinstance(stage.source, Pairs):
     raise UserError(
@@ -321,18 +319,18 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
     )
   if rule.every == 1 and stage.minibatches * stage.epochs == 1:
     text = (
-      f'{where}: with reference.every=1 and one update a batch the policy is its own reference, '
-      'without effect; set minibatches or epochs above 1, or another reference'
+      f'{where}: with reference.every=1 and one update per batch, the reference always equals '
+      'the policy and has no effect; set minibatches or epochs above 1, or another reference'
     )
     if stage.algorithm.name != 'opmd':
       raise UserError(text)
-    # Only a warning: if the reference has no effect, OPMD is a policy gradient, which still learns.
+    # Only a warning: OPMD still learns as a policy gradient if the reference has no effect.
     logging.warning('%s', text)
 
 
 def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
   """Returns the spec of the stages' model: a policy, or a reward model with one output."""
-  setting = Setting(max_response_length=config.rollout.max_response_length)
+  setting = _setting(config)
   heads = {stage.name: build_algorithm(stage.algorithm, setting).head for stage in config.stages}
   if len(set(heads.values())) > 1:
     raise UserError(

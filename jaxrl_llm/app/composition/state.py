@@ -5,19 +5,23 @@ after a restart.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import xxhash
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.initial_weights import checkpoint_directory, model_directory
 from jaxrl_llm.app.composition.setup import Setup
-from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.schema import BASE, Config
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Params
+from jaxrl_llm.learner.loading import read_params
 from jaxrl_llm.learner.state import (
   Learned,
   TrainState,
@@ -26,7 +30,6 @@ from jaxrl_llm.learner.state import (
   init_params,
   init_state,
   init_trained,
-  place_params,
   renewed,
   with_output,
   with_schedule,
@@ -35,11 +38,10 @@ from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model, build_model
-from jaxrl_llm.models.heads import fresh_head, replace_head, with_head
-from jaxrl_llm.rollout.publisher import Gatherer
-from jaxrl_llm.rollout.vllm.publication import digest
+from jaxrl_llm.models.heads import fresh_head, with_head
+from jaxrl_llm.rollout.publisher import Gatherer, stacked_name
 from jaxrl_llm.runtime.checkpoint import Checkpoints
-from jaxrl_llm.weights.hf import load_params, read_spec
+from jaxrl_llm.weights.hf import read_spec
 
 
 def critic_model(model: Model) -> Model:
@@ -49,6 +51,67 @@ def critic_model(model: Model) -> Model:
   return build_model(
     with_head(model.spec, 'value'), dataclasses.replace(model.options, lora=None), model.mesh
   )
+
+
+def origins(stage: Stage, config: Config) -> tuple[str, ...]:
+  """Returns the names of the weights with which the stage begins (`StageConfig.init_from`)."""
+  return next(s for s in config.stages if s.name == stage.name).init_from
+
+
+def commits_needed(config: Config, stages: Sequence[Stage], step: int) -> frozenset[int]:
+  """Returns the steps of the commits whose weights are needed by stages that begin after `step`."""
+  ends = {stage.name: stage.end for stage in stages}
+  names = {name for stage in stages if stage.start >= step for name in origins(stage, config)}
+  return frozenset(ends[name] for name in names & ends.keys() if ends[name] <= step)
+
+
+def starting_state(stage: Stage, setup: Setup, state: LoopState) -> LoopState:
+  """Returns the state in which the policy has the weights that the stage's `init_from` names, and
+  no optimizer state.
+
+  Args:
+    state: state at the end of the previous stage.
+
+  Raises:
+    UserError: a commit from which the stage takes weights no longer exists.
+  """
+  names = origins(stage, setup.config)
+  weights = [_weights_of(name, stage, setup, state) for name in names]
+  params = weights[0] if len(weights) == 1 else _mean(weights)
+  policy = TrainState(params=params, opt_state=None, updates=None, skipped=None)
+  return dataclasses.replace(state, learned=state.learned._replace(policy=policy))
+
+
+def _weights_of(name: str, stage: Stage, setup: Setup, state: LoopState) -> Params:
+  """Returns the trained parameters at the beginning of the run (if `name` is 'base') or at the end
+  of the stage `name`.
+  """
+  if name == BASE:
+    return initial_params(setup.config, setup.model, setup.process.mesh)[0]
+  checkpoints, where = setup.checkpoints, f'stages.{stage.name}.init_from'
+  step = next(earlier.end for earlier in setup.stages if earlier.name == name)
+  if step == stage.start:
+    return state.learned.policy.params
+  if step not in checkpoints.steps():
+    raise UserError(
+      f'{where}: the commit at step {step} ({name}) no longer exists, only those of '
+      f'{checkpoints.steps()}; restore it from a copy, or branch with another init_from'
+    )
+  trained_by = next(s for s in setup.stages if s.name == checkpoints.host(step)['stage'])
+  restored = restore_state(trained_by, step, checkpoints, setup.model, setup.process.mesh)
+  return restored.learned.policy.params
+
+
+def _mean(weights: Sequence[Params]) -> Params:
+  """Returns the mean of parameter trees, computed in float32."""
+
+  def mean(*leaves):
+    total = functools.reduce(jnp.add, [leaf.astype(jnp.float32) for leaf in leaves])
+    return (total / len(leaves)).astype(leaves[0].dtype)
+
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, weights[0])
+  average = jax.jit(lambda trees: jax.tree.map(mean, *trees), out_shardings=shardings)
+  return average(list(weights))
 
 
 def begin_stage(
@@ -73,7 +136,7 @@ def begin_stage(
     base=state.learned.base,
   )
   if before is not None and stage.keep_optimizer:
-    # Keep the moments, but restart the learning-rate schedule for this stage.
+    # Keep the moments, but restart the learning-rate schedule for the new stage.
     kept = with_schedule(before, learned.policy.opt_state)
     learned = learned._replace(policy=learned.policy.replace(opt_state=kept))
   return dataclasses.replace(state, learned=learned)
@@ -82,8 +145,8 @@ def begin_stage(
 def _begin_critic(
   stage: Stage, config: Config, before: Learned, mesh: Mesh, critic: Model
 ) -> TrainState:
-  """Returns the critic with which a stage begins. Its parameters are those of the configured model,
-  or else of the previous stage's critic, or else those of the policy with a new head.
+  """Returns the critic with which a stage begins. Its parameters come from the configured model, or
+  else from the previous stage's critic, or else from the policy with a new head.
   """
   source = next(s for s in config.stages if s.name == stage.name).critic.init_from
   offload = stage.critic.config.offload
@@ -103,10 +166,7 @@ def _begin_critic(
         f'{spec.head!r}; wanted a '
         "reward model or critic of the policy's own shape, as jaxrl train exports them"
       )
-    host = load_params(
-      directory, spec, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype
-    )
-    params = place_params(critic, mesh, host)
+    params = read_params(critic, mesh, directory, spec)
   else:
     dtype = config.policy.param_dtype
     kernel = fresh_head(critic.spec, jax.random.key(config.seed), dtype=dtype)
@@ -126,13 +186,11 @@ def initial_params(config: Config, model: Model, mesh: Mesh) -> tuple[Params, Pa
   if directory is None:
     return lora.split(init_params(model, mesh, seed=config.seed), model.spec, model.options)
   spec = read_spec(directory)
-  host = load_params(
-    directory, spec, scan_layers=config.policy.scan_layers, dtype=config.policy.param_dtype
-  )
-  if spec.head != model.spec.head:
+  same_head = spec.head == model.spec.head
+  placed = read_params(model, mesh, directory, spec, with_head=same_head)
+  if not same_head:
     kernel = fresh_head(model.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
-    host = replace_head(host, model.spec, np.asarray(kernel))
-  placed = place_params(model, mesh, host)
+    placed = with_output(model, mesh, placed, kernel)
   if model.options.lora is not None:
     placed = lora.join(placed, init_trained(model, mesh, seed=config.seed))
   return lora.split(placed, model.spec, model.options)
@@ -162,14 +220,21 @@ def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
 
 def base_digest(base: Params, mesh: Mesh) -> str:
   """Returns a digest of the names and values of the base parameters. Every process must call it."""
-  hasher = xxhash.xxh3_128()
+  whole = flatten(base)
+  hashers = {name: xxhash.xxh3_128() for name in sorted(whole)}
   for name, array in Gatherer(mesh).leaves(base):
-    hasher.update(f'{name} {array.dtype} {array.shape} {digest(array)}\n'.encode())
-  return hasher.hexdigest()
+    # The bytes of a stack of layers are those of its layers in order.
+    hasher = hashers[name if name in whole else stacked_name(name)]
+    hasher.update(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+  digests = xxhash.xxh3_128()
+  for name, hasher in hashers.items():
+    line = f'{name} {whole[name].dtype} {whole[name].shape} {hasher.hexdigest()}\n'
+    digests.update(line.encode())
+  return digests.hexdigest()
 
 
 def check_base(digest: str | None, committed: Mapping[str, Any], config: Config) -> None:
-  """Raises UserError if the base weights are not those on which the committed adapters were
+  """Raises UserError if the base weights differ from those with which the committed adapters were
   trained.
   """
   if digest != committed.get('base'):
@@ -209,7 +274,7 @@ def _with_fresh_moments(state: TrainState, by: Optimization) -> TrainState:
 
 
 def committed_like(stage: Stage, model: Model, mesh: Mesh) -> dict[str, Any]:
-  """Returns the shapes and shardings of the arrays in a commit of a stage, keyed by role."""
+  """Returns the shapes and shardings of the arrays in a stage's commit, keyed by role."""
   algorithm = stage.algorithm
   like = {
     'train': abstract_state(

@@ -11,14 +11,8 @@ from collections.abc import Mapping
 from absl import logging
 
 from jaxrl_llm.app.composition.workdir import DATA
-from jaxrl_llm.app.schema import (
-  Demonstrations,
-  Examples,
-  ExpertsConfig,
-  Pairs,
-  PreferenceSource,
-  StageConfig,
-)
+from jaxrl_llm.app.schema import PreferenceSource, StageConfig
+from jaxrl_llm.app.sources import Demonstrations, Examples, ExpertsConfig, Pairs
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.data.streams import count_rows
@@ -133,8 +127,8 @@ def write_pairs(
 def write_examples(
   examples: ExampleSet, tokenizer: Tokenizer, spec: ModelSpec, workdir: pathlib.Path, longest: int
 ) -> None:
-  """Writes the examples as samples of at most `longest` tokens. `examples.config.too_long` decides
-  what happens to longer ones.
+  """Writes the examples as samples of at most `longest` tokens. The setting
+  `examples.config.too_long` determines the treatment of longer ones.
   """
   path = workdir / examples_file(examples.config.name)
   if path.exists():

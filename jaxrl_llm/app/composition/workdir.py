@@ -6,14 +6,15 @@ records each change with the first step for which it was in force.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
-import os
 import pathlib
 import shlex
 import shutil
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxrl_llm.app.composition.changes import (
@@ -24,6 +25,7 @@ from jaxrl_llm.app.composition.changes import (
   refused,
   reset_flags,
 )
+from jaxrl_llm.app.composition.lock import lock
 from jaxrl_llm.app.composition.saved import read_saved
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.values import to_json
@@ -32,6 +34,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.replay.committed import missing
 from jaxrl_llm.runtime import history
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
+from jaxrl_llm.runtime.events import EARLIER_FILE as EARLIER_EVENTS_FILE
 from jaxrl_llm.runtime.events import FILE as EVENTS_FILE
 from jaxrl_llm.runtime.history import Change
 from jaxrl_llm.runtime.log.api import DIRECTORY as LOGGING
@@ -42,15 +45,11 @@ CONFIG = 'config.json'
 ATTEMPT = 'attempt'
 """Name of the file with the number of the last attempt (start of the run)."""
 _MAX_DIGITS = 20
-"""An attempt file of this size in bytes or more is rejected. No number of starts is so long."""
+"""Size limit of an attempt file in bytes. No number of starts is that long."""
 TOKENIZER, DATA = 'tokenizer', 'data'
-"""Folders with the files that are made from the configuration when a run starts: the tokenizer, and
-the static rows of stages.
+"""Folders in the run directory for files derived from the configuration at the start: the
+tokenizer, and the static rows of stages.
 """
-
-
-class WorkdirInUse(UserError):
-  """Another live process is using this run directory."""
 
 
 class Workdir:
@@ -67,30 +66,7 @@ class Workdir:
     self.path = path = (
       self._target.with_name(f'{self._target.name}.branching') if branching else self._target
     )
-    try:
-      self.path.mkdir(parents=True, exist_ok=True)
-      self._lock = (self.path / 'lock').open('a+')
-    except OSError as error:
-      raise UserError(
-        f'--workdir={path}: {error.strerror}; choose a directory that can be written'
-      ) from error
-    try:
-      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      self._lock.seek(0)
-      owner = self._lock.read().strip() or 'unknown'
-      raise WorkdirInUse(
-        f'--workdir={path}: in use by a live run (process {owner}); wait for it, stop it, or '
-        'choose another --workdir'
-      ) from None
-    except OSError as error:
-      raise UserError(
-        f'--workdir={path}: cannot be locked ({error.strerror}); choose a directory on a file '
-        'system with locks'
-      ) from error
-    self._lock.truncate(0)
-    self._lock.write(str(os.getpid()))
-    self._lock.flush()
+    self._lock = lock(self.path, named=path)
 
   @property
   def branching(self) -> bool:
@@ -144,25 +120,48 @@ class Workdir:
     write_configuration(self.path, config)
     return ()
 
-  def record(self, config: Config, *, commit: int, attempt: int) -> None:
-    """Records that the next step and later ones use this configuration.
+  def record(
+    self,
+    config: Config,
+    *,
+    commit: int,
+    attempt: int,
+    machine: Mapping[str, int] = MappingProxyType({}),
+    committed_by: Mapping[str, Any] = MappingProxyType({}),
+  ) -> None:
+    """Records that the next and later steps use this configuration on this machine.
 
-    Call it only after everything else has accepted the configuration. If the process is killed
+    Call this only after everything else has accepted the configuration. If the process is killed
     before this call, the run still has its old configuration, and repeating the command makes the
     same changes.
 
     Args:
       commit: step of the commit from which the run continues; 0 if there is none.
       attempt: number of this start of the run.
+      machine: numbers of devices and processes of this start, as in `history.Entry`.
+      committed_by: the same numbers for the start that made the commit, in case the history lacks
+        them.
     """
     recorded = history.read(self.path)
     entries = history.until(recorded, commit) if commit else ()
-    if commit and not entries:  # A version without histories started the run.
+    if commit and not entries:
+      # The run was started by an earlier program version, which wrote no history.
       entries = (_entry(saved_configuration(self.path), step=1, attempt=0),)
     if not entries:
-      entries = (_entry(to_json(config), step=1, attempt=attempt),)
-    elif changed := changes(entries[-1].config, config):
-      entries += (_entry(to_json(config), step=commit + 1, attempt=attempt, changes=changed),)
+      entries = (_entry(to_json(config), step=1, attempt=attempt, machine=machine),)
+    else:
+      last = entries[-1]
+      if last.parent is not None and last.step == commit + 1 and not last.machine:
+        # At the beginning of a branch, its entry already exists, because it was made when the
+        # commit was taken over.
+        moved = history.machine_changes(committed_by, machine)
+        last = dataclasses.replace(last, machine=machine, changes=last.changes + moved)
+        entries = (*entries[:-1], last)
+      before = last.machine or committed_by
+      changed = changes(entries[-1].config, config) + history.machine_changes(before, machine)
+      if changed:
+        fields = dict(step=commit + 1, attempt=attempt, changes=changed, machine=machine)
+        entries += (_entry(to_json(config), **fields),)
     if entries != recorded:
       history.write(self.path, entries)
     if saved_configuration(self.path) != to_json(config):
@@ -213,7 +212,7 @@ class Workdir:
         raise UserError(
           f'{file}: holds {content.decode(errors="replace")!r}, wanted the number of the last '
           f'start, at least {least}; restore it, or write a number there that is larger than any '
-          f'"attempt" in {self.path / EVENTS_FILE}'
+          f'"attempt" in {self.path / EVENTS_FILE} and {EARLIER_EVENTS_FILE}'
         )
       attempt = last + 1
     write_durably(file, str(attempt))
@@ -308,7 +307,7 @@ def saved_configuration(path: pathlib.Path) -> dict[str, Any]:
     old = read_saved(file)
     if not isinstance(old, dict):
       raise ValueError('not a JSON object')
-  except ValueError as error:  # not JSON, or not even text
+  except ValueError as error:  # The file is not JSON, or not text.
     raise UserError(
       f'{file}: not the configuration of a run ({error}); choose another --workdir'
     ) from error
@@ -324,19 +323,19 @@ def _entry(config: Mapping[str, Any], **fields: Any) -> history.Entry:
 
 
 def is_live(path: pathlib.Path) -> bool:
-  """Whether a live process uses the run directory `path`. Writes nothing."""
+  """Returns whether a live process uses the run directory `path`. Writes nothing."""
   try:
-    with (path / 'lock').open() as lock:
-      fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with (path / 'lock').open() as file:
+      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
   except BlockingIOError:
     return True
-  except OSError:  # No lock file, or no right to read it.
+  except OSError:  # There is no lock file, or it may not be read.
     return False
   return False
 
 
 def has_commits(path: pathlib.Path) -> bool:
-  """Whether the run in the directory `path` has committed a step."""
+  """Returns whether the run in the directory `path` has committed a step."""
   return bool(committed_steps(path))
 
 

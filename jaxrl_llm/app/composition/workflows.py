@@ -10,21 +10,31 @@ from collections.abc import Callable, Mapping
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.config.own import own_part
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rollout.episodes.environment import EnvironmentWorkflow
-from jaxrl_llm.rollout.episodes.tools import ToolUse
+from jaxrl_llm.rollout.agents.workflow import ExternalAgent
+from jaxrl_llm.rollout.episodes.environment_workflow import EnvironmentWorkflow
+from jaxrl_llm.rollout.episodes.tool_workflow import ToolUse
+from jaxrl_llm.rollout.episodes.workflow import Episodes
 from jaxrl_llm.rollout.hub import Hub
 from jaxrl_llm.rollout.workflow import SingleTurn, Workflow, WorkflowConfig
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 WORKFLOWS: Mapping[str, Callable[..., Workflow]] = {
   'environment': EnvironmentWorkflow,
+  'external': ExternalAgent,
   'single_turn': SingleTurn,
   'tools': ToolUse,
 }
+_EXTERNAL = 'external:'
+"""Prefix of a workflow's name that is followed by the command of an agent."""
 
 
 def build_workflow(
-  config: WorkflowConfig, hub: Hub, tokenizer: Tokenizer, max_tokens: int
+  config: WorkflowConfig,
+  hub: Hub,
+  tokenizer: Tokenizer,
+  max_tokens: int,
+  max_steps: int = 1,
+  max_prompt: int | None = None,
 ) -> Workflow:
   """Builds a workflow: one from the catalogue, or a user-defined one.
 
@@ -32,8 +42,13 @@ def build_workflow(
     hub: access to the policy, the scorers and auxiliary models.
     tokenizer: the policy's tokenizer.
     max_tokens: maximum length of a completion in tokens.
+    max_steps: maximum number of steps of an episode. Workflows other than `Episodes` do not get
+      this number, but their trajectories are checked against it.
+    max_prompt: maximum length of a prompt in tokens; None if the engine alone limits it.
   """
-  kind = config.kind
+  kind, options = config.kind, dict(config.options)
+  if kind.startswith(_EXTERNAL):
+    kind, options['command'] = 'external', kind.removeprefix(_EXTERNAL)
   if ':' not in kind and kind not in WORKFLOWS:
     raise UserError(
       f'rollout.workflow: no workflow {kind!r}; {nearest(kind, WORKFLOWS)}; a custom one is '
@@ -41,15 +56,17 @@ def build_workflow(
     )
   make = own_part(kind, 'workflow') if ':' in kind else WORKFLOWS[kind]
   try:
-    given = inspect.signature(make).bind(hub, tokenizer, max_tokens=max_tokens, **config.options)
+    given = inspect.signature(make).bind(hub, tokenizer, max_tokens=max_tokens, **options)
   except TypeError as error:
     raise UserError(
-      f'rollout.workflow.options: workflow {kind!r} does not take {sorted(config.options)} '
-      f'({error})'
+      f'rollout.workflow.options: workflow {kind!r} does not take {sorted(options)} ({error})'
     ) from None
   workflow = make(*given.args, **given.kwargs)
   if not isinstance(workflow, Workflow):
     raise UserError(
       f'workflow {kind!r}: made a {type(workflow).__name__}, which has no `run` and `text`'
     )
+  if isinstance(workflow, Episodes):
+    workflow.max_steps = max_steps
+    workflow.max_prompt = max_prompt
   return workflow

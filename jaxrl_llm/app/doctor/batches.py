@@ -1,4 +1,4 @@
-"""Runs a few batches of each stage with the run's own components, and reports what they show.
+"""Runs a few batches of each stage with the run's own components, and reports findings about them.
 
 The stages follow each other as in the run, but each lasts only a few steps. A later stage therefore
 starts from a policy that has at least begun to learn. All files are written to a temporary
@@ -20,15 +20,16 @@ import jax
 import numpy as np
 import psutil
 
-from jaxrl_llm.app.composition.resources import Resources, build_publisher, stage_entrance
+from jaxrl_llm.app.composition.loop_parts import build_publisher, stage_entrance
+from jaxrl_llm.app.composition.resources import Resources
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.doctor.divergence import kl_gradient
 from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
 from jaxrl_llm.app.dry_run.compiled import Compilation, compile_program
 from jaxrl_llm.app.dry_run.programs import Program
-from jaxrl_llm.app.schema import Rollouts, StageConfig
+from jaxrl_llm.app.schema import StageConfig
+from jaxrl_llm.app.sources import Rollouts
 from jaxrl_llm.core.errors import UserError, one_line
-from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.learner.algorithm import Constants
 from jaxrl_llm.master.batches import Planner
 from jaxrl_llm.master.exploring.explorer import NothingToLearn
@@ -64,7 +65,7 @@ _FULL = 0.9
 
 @dataclasses.dataclass(kw_only=True)
 class StageTrial:
-  """Observations from the batches of one stage."""
+  """Measurements of the batches of one stage."""
 
   stage: Stage
   first: bool
@@ -72,8 +73,8 @@ class StageTrial:
   ran in full.
   """
   seconds: list[float] = dataclasses.field(default_factory=list)
-  """Duration in seconds of each measured step, as `perf/time_per_step` of the run. Steps that
-  compile programs are not measured.
+  """Duration in seconds of each measured step, like the run's metric `perf/time_per_step`. Steps
+  that compile programs are not measured.
   """
   writing: list[float] = dataclasses.field(default_factory=list)
   """Seconds for writing metrics and rollouts after each measured step."""
@@ -93,12 +94,14 @@ class StageTrial:
 
   @property
   def step_s(self) -> float:
-    """Median duration of the measured steps in seconds; NaN if no step was measured."""
+    """Median duration of the measured steps in seconds; NaN if there are none."""
     return statistics.median(self.seconds) if self.seconds else math.nan
 
   @property
   def writing_s(self) -> float:
-    """Median duration of writing after a measured step in seconds; NaN if none was measured."""
+    """Median time in seconds for writing metrics and rollouts after a measured step; NaN if there
+    are none.
+    """
     return statistics.median(self.writing) if self.writing else math.nan
 
 
@@ -119,6 +122,10 @@ class StageTrials:
   """
 
   def __init__(self, setup: Setup, resources: Resources):
+    # There are no commits to start from, so every stage continues with the weights of the stage
+    # before it.
+    stages = tuple(dataclasses.replace(s, init_from=()) for s in setup.config.stages)
+    setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, stages=stages))
     self._setup, self._resources = setup, resources
     self._publisher: Publisher = build_publisher(setup, resources.engine)
     self._planner = Planner(
@@ -129,8 +136,8 @@ class StageTrials:
     )
     self._process_bytes = 0
     self._state: LoopState | None = None
-    """Newest state of training. Earlier states cannot be used any more, because their buffers were
-    donated to the updates.
+    """Newest state of training. Earlier states are unusable, because their buffers were donated to
+    the updates.
     """
     self.trials: list[StageTrial] = []
     self.suites_s: dict[str, float] = {}
@@ -141,6 +148,12 @@ class StageTrials:
     configs = self._setup.config.stages
     complete, self._state = True, state
     for stage, config in zip(self._setup.stages, configs, strict=True):
+      if config.waits_for_rows:
+        # The stage's rows come from earlier stages after all of their batches, but the doctor runs
+        # only a few.
+        yield ok(f'batches of {stage.name}', 'not tried: its rows come from earlier stages')
+        complete = False
+        continue
       trial = StageTrial(stage=stage, first=complete)
       last = stage is self._setup.stages[-1]
       budget = _MEASURED if last or stage.explores else _PREPARING
@@ -186,7 +199,7 @@ class StageTrials:
         with stopwatch.timed('step'):
           batch, updated = await self._step(stage, trainer, done)
         took, began = stopwatch.take(), time.monotonic()
-        self._record(trial, batch, updated, took)
+        await self._record(trial, batch, updated, took)
         if done >= unmeasured:
           measured.append(took['step'])
           trial.writing.append(time.monotonic() - began)
@@ -212,7 +225,7 @@ class StageTrials:
         # without signal may leave them unchanged, and unchanged weights would not be sent.
         moved = dataclasses.replace(self._state, moved=self._state.step)
         with process.stopwatch.timed('update_weights'):
-          await publish(self._publisher, moved, 0)
+          await publish(self._publisher, moved)
       batches.advance(self._state.step, done - stale)
       plan = await self._planner.close(stage, self._state.step, batches)
     plan = dataclasses.replace(plan, evaluate=False, commit=False, held_out=())
@@ -222,16 +235,17 @@ class StageTrials:
       self._state, batch, updated = pass_over(self._state, plan)
     return batch, updated
 
-  def _record(
+  async def _record(
     self, trial: StageTrial, batch: Batch, updated: Updated, seconds: Mapping[str, float]
   ) -> None:
-    """Writes what the run would write after a step, and keeps it for the findings."""
+    """Writes a step's metrics and rollouts as the run would, and stores them in `trial`."""
     logs = self._resources.logs
-    trial.samples += logs.batches[trial.stage.name].taken().values()
-    row, exceeded = write_step(
-      logs, trial.stage, self._state.step, batch, updated, seconds, seconds['step']
+    taken = logs.batches[trial.stage.name].taken()
+    trial.samples += {member.sample.uid: member for member in taken.values()}.values()
+    row, exceeded = await write_step(
+      logs, trial.stage, self._state.step, batch, updated, seconds, {}
     )
-    # In the written row, None stands for a value that is not finite.
+    # In the written row, None represents a value that is not finite.
     trial.rows.append({key: math.nan if value is None else value for key, value in row.items()})
     trial.exceeded |= exceeded
     trial.dropped.update({k: n for k, n in batch.plan.counts.items() if k.startswith('dropped/')})
@@ -239,7 +253,7 @@ class StageTrials:
     self._process_bytes = max(self._process_bytes, psutil.Process().memory_info().rss)
 
   async def compilations(self) -> dict[str, Compilation]:
-    """Compiles the update programs again and returns statistics of them, keyed by program.
+    """Compiles the update programs again and returns their statistics, keyed by program.
 
     The programs come from the compilation cache. Read the property `memory` before calling this
     method: the method itself uses memory that the run would not use.
@@ -258,7 +272,7 @@ class StageTrials:
     findings, logs = [], self._resources.logs
     if not logs.suites:
       return []
-    await publish(self._publisher, state, 0)
+    await publish(self._publisher, state)
     for suite, tasks in logs.suites:
       tried, began = tasks[:_TASKS], time.monotonic()
       metrics, _ = await logs.evaluator.run(suite, tried)
@@ -365,7 +379,7 @@ def _signal(trial: StageTrial, config: StageConfig) -> Iterator[Finding]:
   )
   check, what = f'signal {stage.name}', 'batch' if single else 'groups'
   result = (
-    f'{share:.0%} of {kept + dropped} {what} have rewards that do not differ (mean reward '
+    f'{share:.0%} of {kept + dropped} {what} have equal rewards (mean reward '
     f'{np.mean(rewards):.3g})'
   )
   remedy = (
@@ -385,8 +399,8 @@ def _signal(trial: StageTrial, config: StageConfig) -> Iterator[Finding]:
 def _samples(trial: StageTrial) -> Iterator[Finding]:
   """Yields findings on the shares of samples that are truncated or cannot be scored."""
   stage = trial.stage.name
-  samples = [member.sample for member in trial.samples]
-  truncated = sum(sample.finish_reason == Finish.LENGTH for sample in samples) / len(samples)
+  samples = trial.samples
+  truncated = sum(sample.finish_reason.is_truncated for sample in samples) / len(samples)
   lengths = [sample.response_len for sample in samples]
   detail = dict(
     stage=stage,

@@ -10,15 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
-from jaxrl_llm.app.schema import (
-  Config,
-  Demonstrations,
-  Examples,
-  Pairs,
-  Rollouts,
-  scored_tasksets,
-  trained_tasksets,
-)
+from jaxrl_llm.app.schema import Config, scored_tasksets, trained_tasksets
+from jaxrl_llm.app.sources import Demonstrations, Examples, Pairs, Rollouts
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.records.task import Task
@@ -44,7 +37,7 @@ _NEAR = 0.01
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-  """The texts of a run and its tokenizer. No text has been dropped for its length yet."""
+  """Tokenizer and texts of a run, before any text is dropped for its length."""
 
   config: Config
   tasksets: Mapping[str, Taskset]
@@ -54,9 +47,10 @@ class Data:
 
   @property
   def shown(self) -> dict[str, list[tuple[Task, str]]]:
-    """Pairs (task, answer) that a stage trains on as demonstrations or as preference pairs.
+    """(task, answer) pairs that a stage trains on as demonstrations or preference pairs, keyed by
+    stage name.
 
-    They are keyed by the stage's name. Only about the first `_MEASURED` of each taskset are given.
+    Only about the first `_MEASURED` tasks of each taskset are included.
     """
     answers = {}
     for stage in self.config.stages:
@@ -372,6 +366,6 @@ def _words(text: str) -> str:
 
 
 def _parted(error: UserError) -> tuple[str, str]:
-  """Splits an error's message into what was found and the remedy."""
+  """Splits an error's message into (problem, remedy)."""
   result, _, remedy = one_line(error, 2000).rpartition('; ')
   return (result, remedy) if result else (remedy, 'correct it')

@@ -37,7 +37,7 @@ that the gradients of all KL estimators point in similar directions.
 _STEP = 1e-2
 """Euclidean length of the step against the gradient, in logits."""
 _CLEAR = 0.2
-"""Absolute cosine (or correlation) above which its sign is not due to sampling noise."""
+"""Absolute cosine or correlation below which the sign may be due to sampling noise."""
 
 
 class _World(NamedTuple):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from jaxrl_llm.app.composition.sharing import shares
 from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
 from jaxrl_llm.app.dry_run.programs import Held
 from jaxrl_llm.app.schema import Config
@@ -29,21 +30,19 @@ _SLOW_ON_CPUS = 300_000_000
 _IMPORT_S = 300.0
 """Maximum time in seconds that importing vLLM may take."""
 _VERSIONS = 2
-"""Number of versions of the published weights that exist at the same time: the newest, and the one
-before it.
+"""Number of published versions whose files exist at the same time: the newest and the previous
+one.
 """
 _DESCRIPTORS = 256
 """Number of file descriptors that a run needs besides those for workers, servers and requests."""
 _EACH = 8
 """Number of file descriptors for each scorer worker and each server."""
-_VLLM_SHARE = 0.9
-"""Default value of vLLM's option gpu_memory_utilization."""
 _SPARE = 1.1
-"""The doctor warns if less than this multiple of the needed memory or disk space is free."""
+"""Multiple of the needed memory or disk space below which the doctor warns about free space."""
 
 
 def accelerators(config: Config, parameters: int) -> Iterator[Finding]:
-  """Checks that JAX uses the machine's GPUs, and that a large model is not trained on CPUs.
+  """Checks that JAX uses the machine's GPUs, and that no large model is trained on CPUs.
 
   Args:
     parameters: number of the model's parameters.
@@ -160,29 +159,20 @@ def sharing(config: Config, devices: Sequence[jax.Device]) -> Iterator[Finding]:
   Args:
     devices: devices of the trainer.
   """
-  vllm = config.rollout.vllm_servers
-  if vllm is None or vllm.addresses or devices[0].platform != 'gpu':
+  found = shares(config)
+  if found is None or devices[0].platform != 'gpu':
     return
-  visible = os.environ.get('CUDA_VISIBLE_DEVICES')
-  ours = None if visible is None else visible.split(',')
-  named = [names.split(',') for names in vllm.devices] or [None] * vllm.servers
-  beside = sum(names is None or ours is None or not set(names).isdisjoint(ours) for names in named)
-  preallocates = os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE', 'true').lower() != 'false'
-  trainer = float(os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.75')) if preallocates else 0.0
-  each = float(vllm.args.get('gpu_memory_utilization', _VLLM_SHARE))
-  total = trainer + beside * each
-  result = f'the trainer reserves {trainer:.0%} of a GPU, {beside} servers on it {each:.0%} each'
-  detail = dict(trainer_share=trainer, servers=beside, server_share=each)
-  if beside and total > 1:
+  detail = dict(trainer_share=found.trainer, servers=found.servers, server_share=found.each)
+  if found.servers and found.total > 1:
     yield failure(
       'sharing',
-      result,
+      str(found),
       'give the servers GPUs of their own (rollout.vllm.devices, CUDA_VISIBLE_DEVICES), or lower '
       'rollout.vllm.args.gpu_memory_utilization and XLA_PYTHON_CLIENT_MEM_FRACTION',
       **detail,
     )
   else:
-    yield ok('sharing', result, **detail)
+    yield ok('sharing', str(found), **detail)
 
 
 def descriptors(config: Config, limit: int | None = None) -> Iterator[Finding]:
@@ -233,13 +223,14 @@ def disk(
 
   Args:
     roles: memory of each role's arrays (such as 'policy'), from which the size of a commit follows.
-      Gradients and base weights do not count, because they are not committed.
+      Gradients, base weights and the copy that a commit in flight keeps in memory do not count.
     free: free space in bytes. If None, it is measured.
   """
   place = workdir.absolute()
   while not place.exists():
     place = place.parent
-  committed = sum(role.whole for role in roles if role.role not in ('gradients', 'base'))
+  uncommitted = ('gradients', 'base', 'commit in flight')
+  committed = sum(role.whole for role in roles if role.role not in uncommitted)
   exported = sum(role.whole for role in roles if role.role in ('policy', 'base', 'critic'))
   # At most these commits exist: the newest `keep`, the best, and the one that is being written.
   needed = committed * (config.checkpoint.keep + 2) + exported

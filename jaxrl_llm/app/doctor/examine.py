@@ -44,7 +44,9 @@ from jaxrl_llm.runtime.log.config import LoggingConfig
 from jaxrl_llm.tasks.taskset import Taskset, taskset_loader
 
 _SPARE = 0.95
-"""Share of the memory above which parameters, gradients and optimizers count as too large."""
+"""Share of a device's memory above which parameters, gradients and optimizers together are reported
+as too large.
+"""
 
 
 _EXPLAINS = ('preferences', 'examples', 'tokenizer', 'template', 'lengths', 'leakage')
@@ -75,7 +77,7 @@ async def examine(config: Config, workdir: pathlib.Path, findings: Findings) -> 
       same = await asyncio.to_thread(check_configuration, workdir, config) is not None
     await asyncio.to_thread(_services, config, workdir, findings)
     with findings.guarding('configuration'):
-      # If the run directory belongs to this configuration, its tokenizer is used.
+      # The run directory's tokenizer is used if the directory belongs to this configuration.
       run = workdir if same else scratch / 'none'
       await _opened(with_local_explorers(config), run, load, data, workdir, findings)
 
@@ -200,9 +202,7 @@ def _services(config: Config, workdir: pathlib.Path, findings: Findings) -> None
 
 def _machine(past: Reopened, workdir: pathlib.Path, findings: Findings) -> None:
   config, model = past.config, past.model
-  parameters = sum(
-    leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
-  )
+  parameters = sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
   roles = held(past.stages, model, critic_model(model), past.process.mesh)
   findings.add(
     *environment.accelerators(config, parameters),
@@ -214,7 +214,7 @@ def _machine(past: Reopened, workdir: pathlib.Path, findings: Findings) -> None:
   needed = sum(role.per_device for role in roles)
   where = 'a device'
   if limit is None:
-    # Devices that report no limit are CPU devices, all of which share the machine's memory.
+    # Devices that report no limit are CPU devices, and all of them share the machine's memory.
     limit, where = psutil.virtual_memory().available, 'the machine'
     needed *= len(jax.local_devices())
   if needed > _SPARE * limit:
@@ -265,7 +265,7 @@ def _not_finite(params: Params) -> Mapping[str, int]:
 
 
 async def _tried(past: Reopened, data: Data, state: LoopState, findings: Findings) -> None:
-  """Starts the run's scorers, workflow and engine, and runs a few batches of each stage."""
+  """Starts the run's scorers, workflow and engine, and tries a few batches of each stage."""
   # Turn off all log writers, because the batches of the doctor are not part of the run.
   config = dataclasses.replace(past.config, logging=LoggingConfig(tensorboard=False))
   resources = open_resources(dataclasses.replace(past, config=config), past.prepared, None)

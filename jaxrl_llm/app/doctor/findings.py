@@ -23,14 +23,16 @@ class Finding:
   """Result of one check."""
 
   check: str
-  """Name of the check. If it concerns one part of the run, such as a stage: `<check> <part>`."""
+  """Name of the check. If the check concerns one part of the run, such as a stage, the name is
+  `<check> <part>`.
+  """
   status: FindingStatus
   result: str
   """Description of the result in words."""
   remedy: str = ''
-  """What the user should do. It is empty if nothing needs to be done."""
+  """Advice to the user; empty if nothing needs to be done."""
   detail: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  """Values from which `result` was made, keyed by name. Names of quantities end in their unit."""
+  """Values on which `result` is based, keyed by name. Names of quantities end in their unit."""
 
   @property
   def line(self) -> str:
@@ -60,7 +62,7 @@ def failure(check: str, result: str, remedy: str, **detail: Any) -> Finding:
 
 
 class Findings:
-  """All findings of an examination. `tell` is called with each finding as soon as it is added."""
+  """All findings of an examination. `tell` is called with each finding when it is added."""
 
   def __init__(self, tell: Callable[[Finding], None]):
     self._all: list[Finding] = []
@@ -75,7 +77,7 @@ class Findings:
       self._tell(finding)
 
   def failed(self, *checks: str) -> bool:
-    """Whether one of the named checks has failed. If no name is given, all checks count."""
+    """Returns whether any of the named checks has failed. Without names, considers all checks."""
     return any(
       finding.status == FindingStatus.FAILURE
       and (not checks or finding.check.partition(' ')[0] in checks)
@@ -86,10 +88,10 @@ class Findings:
   def guarding(
     self, check: str, errors: Iterable[type[Exception]] = (UserError,)
   ) -> Iterator[None]:
-    """Turns an exception that is raised within the block into a failure of `check`.
+    """Converts an exception raised within the block to a failure of `check`.
 
     Args:
-      errors: types of exceptions for which this is done. Others are raised again.
+      errors: types of exceptions to convert. Others are raised again.
     """
     try:
       yield

@@ -1,8 +1,8 @@
-"""Checks that scorers give full marks to a task's reference answer, and not to another task's.
+"""Checks that scorers give full marks to a task's reference answer, but not to another task's.
 
-The reference answer of a task is called its truth. A policy seldom writes the bare truth. The check
-therefore tries the truth in several forms in which completions usually state their answers.
-Demonstrations are scored as they are.
+The reference answer of a task is called its truth. Because a policy seldom writes the bare truth,
+the check tries several forms in which completions usually state answers. Demonstrations are scored
+as they are.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _DEMONSTRATIONS = 32
 _BY_TRUTH = frozenset({'answer', 'box_iou', 'k12', 'point', 'verifier'})
 """Shipped scorers that give full marks only to completions that agree with the truth."""
 _FULL = 0.95
-"""Share of truths that must get full marks. It is below 1, because real data contain some truths
-that a scorer cannot parse.
+"""Minimum share of truths that must get full marks. It is below 1, because real data contain some
+truths that a scorer cannot parse.
 """
 _CHANCE = 0.1
-"""Share of truths of other tasks that may get full marks by chance."""
+"""Maximum share of other tasks' truths that may get full marks by chance."""
 
 
 def _as_it_is(truth: str) -> str:
@@ -59,7 +59,7 @@ _FORMS: tuple[Callable[[str], str], ...] = (_as_it_is, _boxed, _after_hashes, _t
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Judge:
-  """Scores pairs of a task and a text as if the policy had written the text for the task."""
+  """Scores (task, text) pairs as if the text were the policy's answer to the task."""
 
   scorers: ScorerPool
   rewards: RewardsConfig
@@ -184,7 +184,9 @@ async def _of_demonstrations(
 
 
 def _decisive(task: Task, rewards: RewardsConfig) -> str:
-  """Returns the implementation name of the scorer that decides whether a completion is correct."""
+  """Returns the kind (`ScorerConfig.kind`) of the scorer that decides whether a completion is
+  correct.
+  """
   scorers = in_force(rewards.scorers, task.domain, task.taskset)
   chosen = next((s for s in scorers if s.name == rewards.correct_by), scorers[0])
   return chosen.implementation
@@ -200,9 +202,9 @@ def _bare(text: str) -> str:
 
 
 def _exchanged(tasks: Sequence[Task]) -> list[tuple[Task, str]]:
-  """Returns pairs of a task and another task's truth that differs from its own.
+  """Returns (task, truth of another task) pairs in which the two tasks have different truths.
 
-  Tasks for which there is no such truth are left out.
+  Tasks without such a counterpart are left out.
   """
   pairs = []
   for i, task in enumerate(tasks):

@@ -31,8 +31,8 @@ _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\
 def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
   """Returns the mesh axes and a table of the memory that each role (policy, reference, …) keeps.
 
-  The columns are megabytes in total, on each device and, if a role is offloaded, in the host memory
-  that belongs to each device.
+  The columns are megabytes in total, on each device and, for offloaded roles, in the part of host
+  memory that belongs to each device.
   """
   device = mesh.devices.flat[0]
   axes = ' '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
@@ -53,7 +53,7 @@ class Compilation:
   """Statistics of a compiled program on each device; sizes in bytes."""
 
   refusal: str = ''
-  """Why the program does not fit the chip; empty if it does."""
+  """Reason why the program does not fit the chip; empty if it fits."""
   needed: int = 0
   """Memory for arguments, results and temporaries; 0 if the compiler rejected the program."""
   arguments: int = 0
@@ -66,7 +66,9 @@ class Compilation:
   flops: int = 0
   """Model FLOPs of a full micro-batch over all devices; 0 if unknown."""
   expected_s: float | None = None
-  """Seconds for a full micro-batch at `UTILISATION` of the chip's peak; None if unknown."""
+  """Expected seconds for a full micro-batch at `UTILISATION` of the chip's peak; None if
+  unknown.
+  """
   compile_s: float = 0.0
 
   @property
@@ -75,7 +77,7 @@ class Compilation:
 
   @property
   def line(self) -> str:
-    """The statistics as a line of text."""
+    """Statistics as one line of text."""
     if not self.needed:
       return f'does not fit: {self.refusal}'
     line = f'{self.needed / 1e6:,.1f} MB a device (arguments {self.arguments / 1e6:,.1f}, '
@@ -96,7 +98,9 @@ class Compilation:
 
 
 def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilation:
-  """Compiles a program for devices of kind `chip`; for this process's devices if `chip` is None."""
+  """Compiles a program for devices of kind `chip`. If `chip` is None, compiles for this process's
+  devices.
+  """
   lowered, began = program.lower(), time.perf_counter()
   options = _READABLE.get(CHIPS[chip].platform) if chip else None
   limit = CHIPS[chip].memory_bytes if chip else None
@@ -136,7 +140,9 @@ def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilati
 
 
 def _excess(message: str) -> str:
-  """Returns the memory figures in a compiler's error, or its first line if there are none."""
+  """Returns the memory figures in a compiler's error message, or the message's first line if it has
+  none.
+  """
   match = _TOO_MUCH.search(message)
   return (
     f'needs {match[1]} of {match[2]}, {match[3]} too much' if match else message.splitlines()[0]

@@ -1,4 +1,6 @@
-"""The plan of a run: everything that follows from its configuration and data without compiling."""
+"""Plan of a run: the numbers that follow from its configuration and data without compiling
+anything.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,14 @@ from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import critic_model
 from jaxrl_llm.app.composition.workdir import has_commits
+from jaxrl_llm.app.dry_run.phases import planned
 from jaxrl_llm.app.dry_run.programs import Held, held
-from jaxrl_llm.app.schema import Config, Rollouts
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.sources import Rollouts
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core import disk
 from jaxrl_llm.core.types import Json
+from jaxrl_llm.master.phases import Phase
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model, build_model
@@ -44,8 +49,8 @@ class RunPlan:
   """The configuration with every open option filled in."""
   workdir: pathlib.Path
   chip: str | None
-  """Kind of the target devices if they are absent (see `CHIPS`); None for the devices of this
-  process.
+  """Kind of the target devices if they are not present in this machine (see `CHIPS`); None for the
+  devices of this process.
   """
   mesh: Mesh
   prepared: Prepared
@@ -58,6 +63,16 @@ class RunPlan:
   def held(self) -> list[Held]:
     """Memory that each role keeps between steps."""
     return held(self.stages, self.model, self.critic, self.mesh)
+
+  @property
+  def phases(self) -> dict[Phase, dict[str, int]] | None:
+    """Bytes of each role on a device in each memory phase; None without memory phases."""
+    if self.config.phases is None:
+      return None
+    device = self.mesh.devices.flat[0]
+    engine = self.config.rollout.engine_spec()
+    size = engine.device_bytes(self.setting, device) if self.config.generates else 0
+    return planned(self.config.phases, self.held, size)
 
   @property
   def commands(self) -> Mapping[str, str]:
@@ -73,13 +88,13 @@ class RunPlan:
 
   @property
   def attention(self) -> tuple[str, str]:
-    """Implementation of attention in training, and the reason for it."""
+    """Attention implementation in training, and the reason for the choice."""
     time = self.stages[0].shape.chunk_len
     choice = chosen(self.model.options, self.mesh, time=time, keys=time, same_tokens=True)
     return choice.implementation, choice.reason
 
   def lines(self) -> list[str]:
-    """The derived numbers as lines of text."""
+    """Derived numbers as lines of text."""
     spec, (count, trained) = self.prepared.spec, self.parameters
     adapters = f', of which {trained:,} are trained' if self.config.policy.lora is not None else ''
     implementation, reason = self.attention
@@ -100,7 +115,7 @@ class RunPlan:
     return [*lines, *(f'engine {name}: {line}' for name, line in self.commands.items())]
 
   def to_json(self) -> dict[str, Json]:
-    """The configuration and the derived numbers; memory in bytes, lengths in tokens."""
+    """Configuration and derived numbers as JSON; memory in bytes, lengths in tokens."""
     spec, (count, trained) = self.prepared.spec, self.parameters
     implementation, reason = self.attention
     return {
@@ -125,16 +140,17 @@ class RunPlan:
         {'role': role.role, 'bytes': role.whole, 'bytes_per_device': role.per_device}
         for role in self.held
       ],
+      'phases': self.phases,
     }
 
   def _stage_json(self, stage: Stage) -> dict[str, Json]:
-    source = next(s for s in self.config.stages if s.name == stage.name).source
+    configured = next(s for s in self.config.stages if s.name == stage.name)
     return {
       'name': stage.name,
       'first_step': stage.start,
       'end_step': stage.end,
       'updates': stage.updates,
-      'sequences_per_batch': source.sequences,
+      'sequences_per_batch': sum(self.config.sequences(configured)),
       'token_chunk': stage.token_chunk,
       **dataclasses.asdict(stage.shape),
     }
@@ -156,8 +172,8 @@ def plan(
     tell: called with a line of text for each scorer whose options were chosen.
     topology: target devices, such as 'v5e:4x4', which may be absent; None for the devices of this
       process.
-    scored_as: run whose chosen scorer options apply. If None, the run in `workdir`, if there is
-      one.
+    scored_as: run whose chosen scorer options apply. If None, it is the run in `workdir`, if there
+      is one.
 
   Raises:
     UserError: the configuration or its data cannot be used.
@@ -217,8 +233,9 @@ def _sequences(config: Config, stage: Stage) -> str:
   usual = source.groups_per_batch * source.selection.most(source.group_size)
   experts = f' + {source.expert_rows} of experts' if source.experts is not None else ''
   most = '' if source.selection.kind == 'all' else f', of which at most {usual} are learned from,'
-  samples = source.groups_per_batch * source.group_size
-  return f'{source.groups_per_batch} tasks × {source.group_size} = {samples}{most}{experts}'
+  samples, steps = source.groups_per_batch * source.group_size, config.rollout.max_steps
+  of = f' of up to {steps} steps: at most {samples * steps}' if steps > 1 else ''
+  return f'{source.groups_per_batch} tasks × {source.group_size} = {samples}{of}{most}{experts}'
 
 
 def _known(lengths: Sequence[int] | None) -> str:
@@ -233,5 +250,5 @@ def _arrays(stage: Stage) -> str:
   shape = stage.shape
   return (
     f'[≤{shape.micro_batches} micro-batches, {shape.ranks} ranks × {shape.chunks} chunks, '
-    f'{shape.chunk_len} tokens]'
+    f'{shape.chunk_len} tokens]' + (' of shared prefixes' if shape.shares_prefixes else '')
   )

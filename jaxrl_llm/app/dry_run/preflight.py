@@ -1,4 +1,6 @@
-"""Prints what `--check`, `--dry_run` and `--list` show: what can be known before the first step."""
+"""Prints the output of `--check`, `--dry_run` and `--list`: facts about a run before its first
+step.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from jaxrl_llm.app.composition.branch import Branch, find_origin
 from jaxrl_llm.app.composition.scorers import SCORERS
 from jaxrl_llm.app.composition.workdir import check_configuration
 from jaxrl_llm.app.dry_run.compiled import Compilation, compile_program, held_table
+from jaxrl_llm.app.dry_run.phases import phases_table
 from jaxrl_llm.app.dry_run.plan import RunPlan, plan, resolved
-from jaxrl_llm.app.dry_run.programs import Program, stage_programs
+from jaxrl_llm.app.dry_run.programs import Program, publishing_program, stage_programs
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.script import print_json
@@ -108,6 +111,9 @@ def print_plan(
       report(
         f'{program.name} of {stage.name}', compile_program(program, planned.mesh, planned.chip)
       )
+  if config.generates and topology is not None:
+    publishing = publishing_program(planned.config, planned.model, planned.mesh)
+    report(publishing.name, compile_program(publishing, planned.mesh, planned.chip))
   device = planned.mesh.devices.flat[0]
   engine = planned.config.rollout.engine_spec()
   for name, lowered in engine.programs(planned.setting, device) if config.generates else ():
@@ -143,3 +149,5 @@ def _print(planned: RunPlan, console: Console) -> None:
   for line in planned.lines():
     console.print(line)
   console.print(held_table(planned.mesh, planned.held))
+  if (phases := planned.phases) is not None:
+    console.print(phases_table(phases))

@@ -12,16 +12,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm.app.composition.loop_parts import build_gatherer
+from jaxrl_llm.app.schema import Config
 from jaxrl_llm.batching.chunks import Chunks, shapes
 from jaxrl_llm.learner.algorithm import Loss
 from jaxrl_llm.learner.forward import build_score
-from jaxrl_llm.learner.optimizer import is_offloaded
-from jaxrl_llm.learner.state import TrainState, abstract_base, abstract_state
+from jaxrl_llm.learner.state import TrainState, abstract_base, abstract_state, param_shardings
 from jaxrl_llm.learner.update import build_update
 from jaxrl_llm.master.trainer import Optimization, Stage, value_pass
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.models.flops import causal_pairs, model_flops
+from jaxrl_llm.parallel.memory import is_on_host
 from jaxrl_llm.parallel.rules import sharding_of_batch
 
 
@@ -37,11 +39,13 @@ class Held(NamedTuple):
 
   role: str
   whole: int
-  """Size of the role's arrays in bytes, where data that several devices hold counts once."""
+  """Total size of the role's arrays in bytes, counting replicated data once."""
   per_device: int
-  """Bytes of these arrays in the memory of each device, replicas included."""
+  """Bytes of these arrays on each device, including replicas."""
   offloaded: int
-  """Bytes of these arrays that each device keeps in host memory instead, replicas included."""
+  """Bytes of these arrays in host memory per device, including replicas. They do not use device
+  memory.
+  """
 
 
 def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:
@@ -85,11 +89,36 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
     )
 
 
+def publishing_program(config: Config, model: Model, mesh: Mesh) -> Program:
+  """Returns the program that needs the most memory among those that cut, convert and gather parts
+  of the policy's weights for the engine, compiled as in a job of several processes.
+  """
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  params = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    shapes,
+    param_shardings(model, mesh),
+  )
+  programs = build_gatherer(config, mesh, several=True).programs(params)
+
+  def size(name: str) -> int:
+    return sum(
+      math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(programs[name].out_info)
+    )
+
+  largest = max(programs, key=size)
+  return Program(f'publishing, its largest part ({largest})', lambda: programs[largest], 0)
+
+
 def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
   """Returns the shapes and shardings of one optimizer step's arrays, as the loader places them."""
   shape = stage.shape
   arrays = shapes(
-    shape.micro_batches, shape.total_chunks, time=shape.chunk_len, segments=shape.segments
+    shape.micro_batches,
+    shape.total_chunks,
+    time=shape.chunk_len,
+    segments=shape.segments,
+    shares_prefixes=shape.shares_prefixes,
   )
 
   def placed(x):
@@ -99,30 +128,37 @@ def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
 
 
 def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> list[Held]:
-  """Returns, for each role, the maximum memory that a stage keeps; gradients are left out, since
+  """Returns, for each role, the maximum memory that a stage keeps. Gradients are left out, because
   they exist only during an update.
   """
   largest: dict[str, Held] = {}
 
+  def add_size(size: Held) -> None:
+    largest[size.role] = max(largest.get(size.role, size), size, key=lambda held: held.whole)
+
   def add(role: str, tree: Any) -> None:
-    size = Held(role, *held_bytes(tree))
-    largest[role] = max(largest.get(role, size), size, key=lambda held: held.whole)
+    add_size(Held(role, *held_bytes(tree)))
 
   if model.options.lora is not None:
     add('base', abstract_base(model, mesh))
   for stage in stages:
     state = abstract_state(model, stage.policy.optimizer, mesh, offload=stage.policy.config.offload)
-    algorithm = stage.algorithm
+    algorithm, committed = stage.algorithm, [state]
     add('policy', state.params)
     add('gradients', state.params)
     add('optimizer', state.opt_state)
     if 'reference' in algorithm.reads and algorithm.reference.every != 1:
       add('reference', state.params)
+      committed.append(state.params)
     if algorithm.critic_loss is not None:
       offload = stage.critic.config.offload
       state = abstract_state(critic, stage.critic.optimizer, mesh, offload=offload)
       add('critic', state.params)
       add('critic optimizer', state.opt_state)
+      committed.append(state)
+    whole, per_device, offloaded = held_bytes(committed)
+    # A commit keeps a copy of the state in host memory until its files are written.
+    add_size(Held('commit in flight', whole, 0, per_device + offloaded))
   return list(largest.values())
 
 
@@ -130,15 +166,15 @@ def held_bytes(tree: Any) -> tuple[int, int, int]:
   """Returns the sizes in bytes of a tree of sharded shapes.
 
   Returns:
-    (size of all arrays, where a replicated array counts once; bytes in each device's own memory;
-    bytes that each device keeps in host memory).
+    (total size of the arrays, counting replicated arrays once; bytes in the memory of each device;
+    bytes in host memory for each device).
   """
   whole = per_device = offloaded = 0
   for leaf in jax.tree.leaves(tree):
     itemsize = np.dtype(leaf.dtype).itemsize
     shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
     whole += math.prod(leaf.shape) * itemsize
-    if is_offloaded(leaf.sharding):
+    if is_on_host(leaf.sharding):
       offloaded += shard
     else:
       per_device += shard

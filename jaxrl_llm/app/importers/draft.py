@@ -32,7 +32,7 @@ _MODULES = {
   'up_proj': 'up',
   'down_proj': 'down',
 }
-"""Our names of projections, keyed by PyTorch's module name."""
+"""This package's names of projections, keyed by PyTorch's module name."""
 
 
 def base_name(name: Json) -> str:
@@ -61,7 +61,7 @@ def taskset_names(sources: Sequence[str]) -> list[str]:
 
 
 def lora_targets(value: Json) -> list[str]:
-  """Converts PyTorch's module names to our names of projections."""
+  """Converts PyTorch's module names to this package's names of projections."""
   names = value.replace(',', ' ').split() if isinstance(value, str) else value
   if names in (['all-linear'], 'all-linear'):
     return list(PROJECTIONS)

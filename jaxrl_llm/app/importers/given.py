@@ -41,7 +41,7 @@ class Given:
 
 
 def read_text(path: pathlib.Path) -> str:
-  """Returns the text of a file of at most 1 MiB. Raises UserError if that is impossible."""
+  """Returns the text of a file of at most 1 MiB. Raises UserError if the file cannot be read."""
   try:
     return read_bytes(path, _LIMIT_BYTES).decode()
   except (OSError, ValueError) as error:
@@ -73,7 +73,7 @@ def value_of(text: str) -> Json:
 
 
 class _Loader(yaml.BaseLoader):
-  """YAML loader that returns all scalars as text. Rejects aliases and duplicate keys."""
+  """YAML loader that returns all scalars as text, and rejects aliases and duplicate keys."""
 
   def compose_node(self, parent: Any, index: Any) -> yaml.Node:
     if self.check_event(yaml.events.AliasEvent):
@@ -118,7 +118,9 @@ def _scalars(value: Any) -> Json:
 
 
 def leaves(value: Mapping[str, Json], prefix: str = '') -> Iterator[tuple[str, Json]]:
-  """Yields (dotted key, value) for each value in nested mappings. An empty mapping is a value."""
+  """Yields (dotted key, value) for each value in nested mappings. An empty mapping counts as a
+  value.
+  """
   for key, item in value.items():
     name = f'{prefix}{key}'
     if isinstance(item, Mapping) and item:

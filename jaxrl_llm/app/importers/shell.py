@@ -60,18 +60,18 @@ class Script:
 
 @dataclasses.dataclass
 class _Branch:
-  """State of a compound command (such as `if`, `case` or a loop) that is being read.
+  """State of a compound command (such as `if`, `case` or a loop) during reading.
 
-  `active` and `taken` are None if they depend on a condition whose value is unknown.
+  `active` and `taken` are None if they depend on an unknown condition.
   """
 
   active: bool | None
   taken: bool | None = None
-  """Whether an earlier branch of the same `if` or `case` was active."""
+  """Whether an earlier branch of the same `if` or `case` was active; None if unknown."""
   subject: Word | None = None
   """Word that a `case` compares with its patterns."""
   patterns: list[Word] | None = None
-  """Patterns of the next branch of a `case` that have been read so far; None inside of a branch."""
+  """Patterns read so far for the next branch of a `case`; None inside a branch."""
 
 
 def read_script(text: str, define: Mapping[str, str]) -> Script:
@@ -129,12 +129,12 @@ class _Reader:
       return False
     return None if conditional or None in states else True
 
-  # Compound commands.
+  # Reading of compound commands.
 
   def _enter(self, words: list[Word], end: str, before: str) -> list[Word]:
-    """Processes the words of a command if they begin with a keyword, such as `if` or `done`.
-
-    Returns no words in that case, and otherwise `words`, which are then a simple command.
+    """Processes the words of a command if they begin with a keyword, such as `if` or `done`, and
+    then returns an empty list. Otherwise, the words form a simple command and are returned
+    unchanged.
     """
     top = self._branches[-1] if self._branches else None
     if top is not None and top.patterns is not None:
@@ -191,7 +191,7 @@ class _Reader:
     else:
       branch.active = branch.taken = known
 
-  # Simple commands and words.
+  # Reading of simple commands and words.
 
   def _simple_command(self) -> tuple[list[Word], str]:
     """Reads words up to an operator. Returns the words, without leading assignments, and the
@@ -210,7 +210,7 @@ class _Reader:
         words += self._word(leading=all(_is_declaring(word) for word in words))
         self._count(len(words))
         if len(words) == 1 and words[0].text in _OPENING:
-          return words, ''  # A command begins behind it.
+          return words, ''  # Another command follows the keyword.
         continue
       self._at += len(end)
       if end == '\n':
@@ -265,7 +265,7 @@ class _Reader:
     """Reads a word and returns the words that its substitution yields.
 
     Args:
-      leading: whether only assignments precede the word, so that it may be an assignment, too.
+      leading: whether only assignments precede the word, so that it may also be an assignment.
     """
     match = _ASSIGNMENT.match(self._text, self._at)
     if leading and match is not None:
@@ -276,7 +276,7 @@ class _Reader:
     return self._fields()
 
   def _joined(self) -> Word:
-    """Reads the value of an assignment, which is a single word even if it contains blanks."""
+    """Reads the value of an assignment, which is always a single word."""
     words = self._fields(split=False)
     return words[0] if words else Word('')
 
@@ -409,7 +409,7 @@ class _Reader:
     self._at = end + 1
     return inner
 
-  # Substitution.
+  # Substitution of variables and commands.
 
   def _dollar(self) -> list[Word]:
     text, at = self._text, self._at

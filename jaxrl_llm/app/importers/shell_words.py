@@ -55,8 +55,8 @@ def condition(words: Sequence[Word]) -> bool | None:
 
 
 def matches(subject: Word, patterns: Sequence[Word]) -> bool | None:
-  """Returns whether one of a branch's patterns matches the word of a `case`; None if this is not
-  known.
+  """Returns whether one of a branch's patterns matches the word of a `case`; None if this is
+  unknown.
   """
   texts = [pattern.text for pattern in patterns]
   if '*' in texts:

@@ -20,7 +20,7 @@ from jaxrl_llm.core.types import Json
 
 
 class Unreadable(ValueError):
-  """Raised for a value that cannot be translated. The message is "wanted …" or another reason."""
+  """The value cannot be translated. The message is "wanted …" or another reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Mapped:
 
 @dataclasses.dataclass(frozen=True)
 class NotNeeded:
-  """A key that needs no counterpart: it changes no result, or this package always behaves as the
-  key demands.
+  """A key that needs no counterpart, because it does not affect results or because this package
+  always behaves in the requested way.
   """
 
   why: str
@@ -61,7 +61,7 @@ class Choice:
   rows: Mapping[Json, Row]
   otherwise: Row
   of: str | None = None
-  """The key whose value decides. If None, the key's own value decides."""
+  """Key whose value decides. If None, the value of the key itself decides."""
 
 
 End = Mapped | NotNeeded | NotSupported
@@ -73,14 +73,14 @@ FATES: tuple[Fate, ...] = ('mapped', 'not needed', 'not supported')
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What an import did with a given key."""
+  """Outcome of an import for one given key."""
 
   key: str
   value: Json
   where: str
   fate: Fate
   text: str
-  """Name and value of the counterpart, or the reason why there is none."""
+  """Name and value of the counterpart, or the reason for its absence."""
 
 
 # Functions that convert a value, or raise Unreadable.
@@ -128,14 +128,14 @@ def one_of(choices: Mapping[Json, Json]) -> Callable[[Json], Json]:
 
 
 def unless(absent: Json, read: Callable[[Json], Json]) -> Callable[[Json], Json]:
-  """Returns a function that converts `absent` to None, which stands for our default, and other
-  values with `read`.
+  """Returns a function that converts the value `absent` to None (meaning this package's default)
+  and other values with `read`.
   """
   return lambda value: None if value is None or same(absent, value) else read(value)
 
 
 def same(one: Json, other: Json) -> bool:
-  """Whether two values are equal. Unlike in Python, true does not equal 1."""
+  """Returns whether two values are equal. Unlike in Python, true does not equal 1."""
   return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
@@ -167,7 +167,7 @@ class Import:
     self._given: list[Given] = list(given)
     self._last = {item.key: index for index, item in enumerate(self._given)}
     self.draft: dict[str, Json] = {}
-    """Values of the new configuration, keyed by the names in `Mapped.to`. None is a value, too."""
+    """Values of the new configuration, keyed by the names in `Mapped.to`. A value may be None."""
     self.comments: dict[tuple[str, str], str] = {}
     """Comments for the configuration file, keyed by (class name, field name)."""
     self.notes: list[str] = []
@@ -287,8 +287,8 @@ class Import:
 
 
 def final_rows(row: Row) -> Sequence[End]:
-  """Returns everything that may become of an imported key: the row itself or, if the row is a
-  `Choice`, the rows of all values of the key on which the choice depends.
+  """Returns all possible treatments of an imported key: the row itself or, if the row is a
+  `Choice`, the rows for all values of the key on which the choice depends.
   """
   if not isinstance(row, Choice):
     return [row]

@@ -52,7 +52,7 @@ def _adapters(keys: Import, ours: dict[str, Json]) -> None:
   if keys.get('use_peft') is True:
     ours.setdefault('policy.lora.rank', 16)
     ours.setdefault('policy.lora.alpha', 32)
-    ours.setdefault('policy.lora.targets', ['query', 'value'])  # PEFT's usual default.
+    ours.setdefault('policy.lora.targets', ['query', 'value'])  # PEFT's usual default targets.
 
 
 def _source(name: str, split: str) -> str:
@@ -329,4 +329,4 @@ def _logs(keys: Import, ours: dict[str, Json]) -> None:
   elif not other:
     keys.spare('report_to', 'files for TensorBoard are written unless logging.tensorboard is false')
   if other:
-    keys.refuse('report_to', f'{other[0]}: a writer of your own is logging.writers')
+    keys.refuse('report_to', f'{other[0]}: for a custom writer, use logging.writers')

@@ -97,7 +97,7 @@ def _yaml(content: str, path: pathlib.Path) -> list[Given]:
   return [Given(key.replace('-', '_'), value, path.name) for key, value in tree.items()]
 
 
-# Command lines.
+# Reading of command lines.
 
 
 def _shell(
@@ -144,7 +144,7 @@ def _options(command: Command, path: pathlib.Path) -> list[Given]:
       values.append(words.popleft())
     key = name.replace('-', '_')
     if key == 'config' and values and not values[0].missing:
-      file = values[0].text  # The last one counts, as in TRL.
+      file = values[0].text  # As in TRL, the last value is used.
       continue
     if key.startswith('no_') and not values:
       given.append(Given(key.removeprefix('no_'), False, where))
@@ -157,8 +157,8 @@ def _options(command: Command, path: pathlib.Path) -> list[Given]:
 
 
 def _beside(path: pathlib.Path, name: str) -> list[Given]:
-  """Returns the keys of the YAML file that --config names. The file must lie in the script's
-  directory.
+  """Returns the keys in the YAML file that --config names. The file must be in the same directory
+  as the script.
   """
   try:
     other = path_inside(path.parent, name)
@@ -167,7 +167,7 @@ def _beside(path: pathlib.Path, name: str) -> list[Given]:
   return _yaml(read_text(other), other)
 
 
-# Python files.
+# Reading of Python files.
 
 
 def _python(
@@ -260,9 +260,9 @@ class _Calls:
     if name not in self._names:
       self._names[name] = value
     elif calls and isinstance(root, ast.Name) and root.id == name:
-      self._changed.add(name)  # As in `rows = rows.map(f)`.
+      self._changed.add(name)  # For example, `rows = rows.map(f)`.
     else:
-      self._names[name] = None  # A name with several values has none that the text tells.
+      self._names[name] = None  # A name that is assigned several times has no known value.
 
   def given(self) -> Iterator[Given]:
     """Yields the arguments of the calls that create configurations, adapters and trainers."""
@@ -285,9 +285,9 @@ class _Calls:
     for keyword in call.keywords:
       where = f'line {keyword.value.lineno}'
       if keyword.arg in ('args', 'peft_config', 'quantization_config'):
-        continue  # A call of its own, which is read there.
+        continue  # A nested call's arguments are read separately.
       if self._root(keyword.value) in self._parsed:
-        continue  # From the command line, which gives the key itself.
+        continue  # The value comes from the command line, which gives the key itself.
       if keyword.arg in ('train_dataset', 'eval_dataset'):
         yield from self._dataset(keyword.arg, keyword.value, where)
       elif keyword.arg == 'reward_funcs':
@@ -324,8 +324,8 @@ class _Calls:
       return Given(key, _shown(node), where, (_shown(node),))
 
   def _literal(self, node: ast.expr, depth: int = 0) -> Json:
-    """Returns the value of an expression that consists of literals. Raises ValueError for
-    others.
+    """Returns the value of an expression that consists of literals. Raises ValueError for other
+    expressions.
     """
     self._left -= 1
     if depth > 20 or self._left < 0:

@@ -46,13 +46,13 @@ LOSSES: Mapping[str, Mapping[str, Json]] = {
   'cispo': {'loss_agg_mode': 'token-mean', 'clip_ratio_low': 1.0},
   'sapo': {'loss_agg_mode': 'seq-mean-token-mean'},
 }
-"""Options of our algorithms, keyed by TRL's loss type."""
+"""Options of this package's algorithms, keyed by TRL's loss type."""
 CORRECTIONS: Mapping[str, Mapping[str, Json]] = {
   'token_truncate': {'rollout_is': 'token'},
   'token_mask': {'rollout_is': 'icepop', 'rollout_is_lower': 0.0},
   'sequence_truncate': {'rollout_is': 'sequence'},
 }
-"""Options of our algorithms, keyed by TRL's mode of importance sampling."""
+"""Options of this package's algorithms, keyed by TRL's mode of importance sampling."""
 REWARDS: Mapping[str, Mapping[str, Json]] = {
   'accuracy_reward': {'name': 'answer'},
   'reasoning_accuracy_reward': {'name': 'answer'},
@@ -65,7 +65,7 @@ REWARDS: Mapping[str, Mapping[str, Json]] = {
     'options': {'max_length': 1280, 'buffer': 256},
   },
 }
-"""Our scorers, keyed by the name of TRL's reward function."""
+"""This package's scorers, keyed by the name of TRL's reward function."""
 
 _RUN = NotNeeded('--workdir=DIR; the same command resumes')
 _LOGGED = NotNeeded('metrics.jsonl, TensorBoard files and report.html are always written')
@@ -183,7 +183,7 @@ COMMON: Table = {
   'load_best_model_at_end': NotNeeded('the commit with the best evaluation is kept'),
   'metric_for_best_model': NotNeeded('the accuracy of the first evaluation decides'),
   'greater_is_better': NotNeeded('the accuracy of the first evaluation decides'),
-  'save_*': NotNeeded('a commit holds all that resuming needs'),
+  'save_*': NotNeeded('a commit contains everything that resuming needs'),
   'logging_*': _LOGGED,
   'log_*': _LOGGED,
   'report_to': Mapped('logging.wandb'),
@@ -224,9 +224,9 @@ COMMON: Table = {
   'nproc_per_node': Mapped('stages.NAME.source'),
   'nnodes': _LAUNCHED,
   'env': NotNeeded('set variables of the environment yourself'),
-  'callbacks': NotSupported('there are no callbacks; metrics.jsonl and events.jsonl tell'),
+  'callbacks': NotSupported('there are no callbacks; see metrics.jsonl and events.jsonl'),
   'compute_metrics': NotSupported('a metric of answers is a scorer: rewards.scorers'),
-  'formatting_func': NotSupported('templates of the source make text of rows'),
+  'formatting_func': NotSupported('templates of the source convert rows to text'),
 }
 """Table of the arguments that all trainers have."""
 
@@ -278,7 +278,7 @@ _ONLINE: Table = {
   'use_transformers_*': NotNeeded('engines are embedded and vllm'),
   'transformers_*': NotNeeded('engines are embedded and vllm'),
   'tools': NotSupported('turns and tools are a workflow: rollout.workflow'),
-  'rollout_func': NotSupported('a rollout of your own is a workflow: rollout.workflow'),
+  'rollout_func': NotSupported('a custom rollout is a workflow: rollout.workflow'),
   'environment_factory': NotSupported('an environment is a workflow: rollout.workflow'),
   'max_tool_calling_iterations': NotSupported('turns and tools are a workflow: rollout.workflow'),
   **_REFERENCE,
@@ -432,6 +432,6 @@ DEFAULTS: Mapping[str, Mapping[str, Json]] = {
   },
   'rloo': {**_ONLINE_DEFAULTS, 'learning_rate': 1e-6, 'num_generations': 2},
 }
-"""TRL's defaults of arguments that determine our settings and may differ from our defaults, keyed
-by trainer.
+"""TRL's defaults of arguments that determine this package's settings and may differ from its
+defaults, keyed by trainer.
 """

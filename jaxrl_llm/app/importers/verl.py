@@ -69,8 +69,8 @@ def _algorithm(keys: Import, ours: dict[str, Json]) -> None:
 
 
 def _known(keys: Import, key: str, names: Mapping[str, str], otherwise: str) -> str:
-  """Returns our name for the value of a key, from `names`. If `names` lacks the value, reports the
-  key as not supported and returns `otherwise`.
+  """Returns this package's name for the value of a key, according to `names`. If `names` lacks the
+  value, reports the key as not supported and returns `otherwise`.
   """
   value = str(keys.get(key))
   if value not in names:
@@ -260,4 +260,4 @@ def _logs(keys: Import, ours: dict[str, Json]) -> None:
     keys.spare('trainer.logger', 'a run always prints its steps, and writes files for TensorBoard')
     keys.spare('trainer.project_name', 'only W&B has projects')
   if other:
-    keys.refuse('trainer.logger', f'{other[0]}: a writer of your own is logging.writers')
+    keys.refuse('trainer.logger', f'{other[0]}: for a custom writer, use logging.writers')

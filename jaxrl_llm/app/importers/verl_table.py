@@ -64,7 +64,9 @@ DEFAULTS: Mapping[str, Json] = {
   'reward_model.enable': False,
   'trainer.total_epochs': 30,
 }
-"""verl's defaults of keys that determine our settings and may differ from our defaults."""
+"""verl's defaults of keys that determine this package's settings and may differ from its
+defaults.
+"""
 
 ESTIMATORS: Mapping[str, str] = {
   'grpo': 'grpo',
@@ -75,14 +77,14 @@ ESTIMATORS: Mapping[str, str] = {
   'reinforce_plus_plus': 'reinforce_plus_plus',
   'reinforce_plus_plus_baseline': 'reinforce_plus_plus_baseline',
 }
-"""Our algorithms, keyed by verl's advantage estimator."""
+"""This package's algorithms, keyed by verl's advantage estimator."""
 LOSSES: Mapping[str, str] = {
   'vanilla': 'clip',
   'gspo': 'gspo',
   'cispo': 'cispo',
   'sapo': 'sapo',
 }
-"""Our surrogates, keyed by verl's loss mode."""
+"""Names of this package's surrogates, keyed by verl's loss mode."""
 _ESTIMATES = {
   **dict.fromkeys(('kl', 'k1'), 'k1'),
   **dict.fromkeys(('mse', 'k2'), 'k2'),
@@ -114,7 +116,9 @@ _NO_FILTER = NotSupported('training samples from the whole distribution')
 
 
 def _if_used(row: Row) -> Choice:
-  """Returns the table row of a key that has an effect, as in `row`, only with a reward model."""
+  """Returns the table row of a key that is treated like `row`, but only if a reward model is
+  enabled.
+  """
   return Choice({True: row}, NotNeeded('reward_model.enable is off'), of='reward_model.enable')
 
 
@@ -123,8 +127,8 @@ def _for_critic(row: Row) -> Choice:
 
 
 def _off(row: Row, why: str = 'the same here') -> Choice:
-  """Returns the table row of a key that is not needed if its value is false; `why` is the reason.
-  Other values are treated as `row` says.
+  """Returns the table row of a key that is not needed if its value is false, for the reason `why`.
+  Other values are treated like `row`.
   """
   return Choice({False: NotNeeded(why)}, row)
 
@@ -214,21 +218,21 @@ _ACTOR: Table = {
   'megatron.expert_model_parallel_size': Choice(
     {1: NotNeeded('one shard')}, NotSupported('mixtures of experts are not here')
   ),
-  'megatron.param_offload': _off(NotSupported('parameters stay on the devices')),
+  'megatron.param_offload': _off(NotSupported('parameters are always on the devices')),
   'megatron.optimizer_offload': Mapped('stages.NAME.optimizer.offload', boolean),
   'megatron.grad_offload': NotNeeded('gradients live for one update only'),
   'megatron.seed': NotNeeded('`seed` decides every order'),
   'megatron.*': _MEGATRON,
   'fsdp_config.fsdp_size': Mapped('learner.mesh.fsdp'),
-  'fsdp_config.param_offload': _off(NotSupported('parameters stay on the devices')),
+  'fsdp_config.param_offload': _off(NotSupported('parameters are always on the devices')),
   'fsdp_config.optimizer_offload': Mapped('stages.NAME.optimizer.offload', boolean),
-  'fsdp_config.offload_policy': _off(NotSupported('parameters stay on the devices')),
+  'fsdp_config.offload_policy': _off(NotSupported('parameters are always on the devices')),
   'fsdp_config.model_dtype': Mapped('policy.param_dtype', one_of(_DTYPES)),
   'fsdp_config.dtype': Mapped('policy.dtype', one_of(_DTYPES)),
   'fsdp_config.*': _ONE_MESH,
   'strategy': _ONE_MESH,
   'freeze_vision_tower': _off(_NO_IMAGES),
-  'checkpoint.*': NotNeeded('a commit holds all that resuming needs'),
+  'checkpoint.*': NotNeeded('a commit contains everything that resuming needs'),
   'use_torch_compile': _COMPILED,
   'use_fused_kernels': _COMPILED,
   'use_remove_padding': NotNeeded('sequences are always packed'),
@@ -342,17 +346,17 @@ _CRITIC: Table = {
   'model.path': Mapped('stages.NAME.critic.init_from'),
   'model.fsdp_config.optimizer_offload': Mapped('stages.NAME.critic.optimizer.offload', boolean),
   'fsdp.optimizer_offload': Mapped('stages.NAME.critic.optimizer.offload', boolean),
-  'model.fsdp_config.param_offload': _off(NotSupported('parameters stay on the devices')),
-  'fsdp.param_offload': _off(NotSupported('parameters stay on the devices')),
-  'model.enable_gradient_checkpointing': NotNeeded('policy.remat holds for the critic too'),
+  'model.fsdp_config.param_offload': _off(NotSupported('parameters are always on the devices')),
+  'fsdp.param_offload': _off(NotSupported('parameters are always on the devices')),
+  'model.enable_gradient_checkpointing': NotNeeded('policy.remat applies to the critic too'),
   'model.trust_remote_code': _off(_NO_CODE),
   'cliprange_value': Mapped('cliprange_value', number),
   'loss_agg_mode': Choice(
     {'token-mean': NotNeeded('the same')}, NotSupported("the critic's loss is a token-mean")
   ),
-  'ppo_epochs': NotNeeded('stages.NAME.epochs holds for the critic too'),
-  'ppo_mini_batch_size': NotNeeded('stages.NAME.minibatches holds for the critic too'),
-  '*': NotNeeded('what the policy has holds for the critic too'),
+  'ppo_epochs': NotNeeded('stages.NAME.epochs applies to the critic too'),
+  'ppo_mini_batch_size': NotNeeded('stages.NAME.minibatches applies to the critic too'),
+  '*': NotNeeded('what the policy has applies to the critic too'),
 }
 
 TABLE: Table = {
@@ -387,7 +391,7 @@ TABLE: Table = {
   'data.image_key': Choice({'images': _ROWS}, _NO_IMAGES),
   'data.video_key': Choice({'videos': _ROWS}, _NO_IMAGES),
   'data.trust_remote_code': _off(_NO_CODE),
-  'data.custom_cls.*': NotSupported('a source of your own is a file: write rows with it'),
+  'data.custom_cls.*': NotSupported('write the rows of a custom source to a file'),
   'data.sampler.*': NotSupported('orders are stages.NAME.source.sampler'),
   'data.datagen.*': NotSupported('procedural tasks are sources reasoning_gym:NAME'),
   'data.apply_chat_template_kwargs.*': NotSupported('the chat template has its own defaults'),
@@ -459,10 +463,10 @@ TABLE: Table = {
   'reward_model.enable': _off(_NO_REWARD_MODEL),
   'reward_model.reward_manager': Choice(
     {
-      name: NotNeeded('scorers see whole groups where they ask for them')
+      name: NotNeeded('a scorer may receive whole groups')
       for name in ('naive', 'dapo', 'prime', 'batch')
     },
-    NotSupported('a reward manager of your own is a scorer: rewards.scorers'),
+    NotSupported('a custom reward manager is a scorer: rewards.scorers'),
   ),
   'reward_model.reward_kwargs.overlong_buffer_cfg.enable': Choice(
     {True: Mapped('overlong_buffer_len')}, NotNeeded('no penalty is the default')
@@ -483,11 +487,11 @@ TABLE: Table = {
   'reward_model.reward_kwargs.max_resp_len': NotNeeded('rollout.max_response_length has it'),
   'reward_model.reward_kwargs.*': NotSupported('options of a scorer are in rewards.scorers'),
   'reward_model.sandbox_fusion.*': NotSupported('programs run in a sandbox here: the scorer code'),
-  'reward_model.launch_reward_fn_async': NotNeeded('scorers run beside generation'),
-  'reward_model.use_reward_loop': NotNeeded('scorers run beside generation'),
+  'reward_model.launch_reward_fn_async': NotNeeded('scorers always run during generation'),
+  'reward_model.use_reward_loop': NotNeeded('scorers always run during generation'),
   'reward_model.num_workers': Mapped('rewards.workers', integer),
   'reward_model.*': _if_used(_NO_REWARD_MODEL),
-  'reward_manager.*': NotNeeded('scorers see whole groups where they ask for them'),
+  'reward_manager.*': NotNeeded('a scorer may receive whole groups'),
   'trainer.experiment_name': Mapped('name'),
   'trainer.project_name': Mapped('logging.wandb.project'),
   'trainer.logger': Mapped('logging.wandb.project'),
@@ -497,7 +501,7 @@ TABLE: Table = {
   'trainer.save_freq': Mapped('checkpoint.every_steps', unless(-1, integer)),
   'trainer.max_actor_ckpt_to_keep': Mapped('checkpoint.keep', integer),
   'trainer.max_ckpt_to_keep': Mapped('checkpoint.keep', integer),
-  'trainer.max_critic_ckpt_to_keep': NotNeeded('a commit holds the critic too'),
+  'trainer.max_critic_ckpt_to_keep': NotNeeded('a commit contains the critic too'),
   'trainer.val_before_train': _off(
     NotSupported('evaluate the start with jaxrl evaluate'), 'evaluations follow training steps'
   ),
@@ -506,8 +510,10 @@ TABLE: Table = {
   'trainer.resume_from_path': NotSupported('the same command with the same --workdir resumes'),
   'trainer.default_local_dir': NotNeeded('--workdir=DIR'),
   'trainer.default_hdfs_dir': NotSupported('runs are written to a directory'),
-  'trainer.rollout_data_dir': NotNeeded('rollouts/ of the run has every rollout'),
-  'trainer.validation_data_dir': NotNeeded('rollouts/ of the run has every rollout'),
+  'trainer.rollout_data_dir': NotNeeded(
+    'rollouts/ of the run has them (logging.transcript_tokens)'
+  ),
+  'trainer.validation_data_dir': NotNeeded('evals/ of the run has every answer'),
   'trainer.log_val_generations': NotNeeded('report.html shows them'),
   'trainer.n_gpus_per_node': NotNeeded('the mesh takes every device of the job'),
   'trainer.nnodes': NotNeeded('jaxrl launch starts a job on several machines'),

@@ -41,7 +41,9 @@ def source_text(config: Config, *, title: str, command: str, comments: Comments)
 
 
 def changed(record: Any) -> dict[str, Any]:
-  """Returns the fields of a dataclass that have no default or differ from it."""
+  """Returns the values of those fields of a dataclass that have no default or differ from it, keyed
+  by field.
+  """
   fields = {}
   for field in dataclasses.fields(record):
     value = getattr(record, field.name)
@@ -54,7 +56,7 @@ def changed(record: Any) -> dict[str, Any]:
 
 
 def _records(value: Any) -> Iterator[Any]:
-  """Yields the dataclasses that appear in the written text of a value."""
+  """Yields the dataclasses that the source text of a value mentions."""
   if dataclasses.is_dataclass(value):
     yield value
     for field in changed(value).values():

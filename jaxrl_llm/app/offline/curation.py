@@ -1,6 +1,4 @@
-"""Selects the tasks of a taskset that are neither too easy nor too hard for a policy, and not
-guessable.
-"""
+"""Selects the tasks of a taskset that are neither too easy, too hard nor guessable for a policy."""
 
 from __future__ import annotations
 
@@ -18,7 +16,8 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.core.waits import gathered
 from jaxrl_llm.master.exploring.judging import judged
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.workflow import SingleTurn, Workflow, checked_run
+from jaxrl_llm.rollout.contract import checked_run
+from jaxrl_llm.rollout.workflow import SingleTurn, Workflow
 from jaxrl_llm.tasks import processors
 from jaxrl_llm.tasks.processors import Outcomes, Passed
 
@@ -130,12 +129,15 @@ def _check_guesses(tasks: Sequence[Task], render, limit: int, config: CurateConf
 async def _outcomes(
   served: Serving, workflow: Workflow, tasks: dict[str, Task], samples: int, config: CurateConfig
 ) -> dict[str, Outcomes]:
-  """Runs and scores `samples` attempts at each task. The outcomes have the same keys as `tasks`."""
+  """Runs and scores `samples` attempts at each task. Returns the outcomes, keyed like `tasks`."""
   stage = 'curate' if workflow is served.workflow else 'guess'
   rewards, sampling = served.past.config.rewards, Sampling(temperature=config.temperature)
 
+  max_steps = served.past.config.rollout.max_steps
+  how = {'stage': stage, 'samples': samples, 'sampling': sampling, 'max_steps': max_steps}
+
   async def attempt(task: Task) -> Outcomes:
-    runs = checked_run(workflow, task, 0, stage=stage, samples=samples, sampling=sampling)
+    runs = checked_run(workflow, task, 0, **how)
     verdicts = [
       scored.reward.correct for scored in await judged(runs, task, served.scorers, rewards)
     ]

@@ -51,6 +51,7 @@ async def evaluate(
       workflow=served.workflow,
       scorers=served.scorers,
       rewards=config.rewards,
+      max_steps=config.rollout.max_steps,
       deadline_s=config.rollout.collect_deadline_s,
     )
     for step in steps:

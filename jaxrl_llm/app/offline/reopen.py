@@ -10,8 +10,9 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from jaxrl_llm.app.composition.engines import build_engine
+from jaxrl_llm.app.composition.loop_parts import build_publisher
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
-from jaxrl_llm.app.composition.resources import build_publisher, build_rollouts
+from jaxrl_llm.app.composition.rollouts import build_rollouts
 from jaxrl_llm.app.composition.saved import read_saved, with_sources
 from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.app.composition.setup import Setup
@@ -58,9 +59,11 @@ def config_of_run(run: pathlib.Path) -> Config:
 
 
 def configs_of_run(run: pathlib.Path) -> tuple[tuple[int, Config], ...]:
-  """Returns the configurations of a run, each with the first step for which it was in force."""
+  """Returns (first step, configuration) for each configuration under which the run made steps."""
   entries = history.read(run)
-  if not entries:  # A version without histories started it, or no step was made yet.
+  if not entries:
+    # The run was started by an earlier program version, which wrote no history, or has not made a
+    # step yet.
     return ((1, config_of_run(run)),)
   try:
     return tuple((entry.step, from_json(with_sources(entry.config), Config)) for entry in entries)
@@ -140,7 +143,7 @@ class Reopened(Setup):
   prepared: Prepared
 
   def under(self, config: Config) -> Reopened:
-    """Returns the run under another one of its configurations."""
+    """Returns the same run opened with another of its configurations."""
     if config == self.config:
       return self
     sizes = self.prepared.spec.vocab_size, self.prepared.lengths
@@ -234,7 +237,7 @@ class Serving:
   async def serve(self, step: int) -> None:
     """Publishes the policy committed at `step` to the engine."""
     params = await self.past.policy(step)
-    await self.publisher.publish(params, Version(0, step), moved=step)
+    await self.publisher.publish(params, Version(0, step), moved=Version(0, step))
 
 
 @contextlib.asynccontextmanager

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.app.composition.resources import recorded_groups, stage_entrance
+from jaxrl_llm.app.composition.batch_sources import recorded_groups
+from jaxrl_llm.app.composition.loop_parts import stage_entrance
 from jaxrl_llm.app.offline.reopen import Reopened, reopen
-from jaxrl_llm.app.schema import Config, Recorded
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.sources import Recorded
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
@@ -56,9 +58,7 @@ compared.
 
 
 class Difference(NamedTuple):
-  """A value that differs between the replay and the run's records. None stands for a missing
-  value.
-  """
+  """A value that differs between the replay and the run's records. A missing value is None."""
 
   key: str
   got: Json
@@ -70,7 +70,7 @@ class Compared:
   """A replayed update, compared with the run's records."""
 
   step: int
-  """Step of the update: the number of completed batches after it."""
+  """Step of the update, equal to the number of completed batches after it."""
   stage: str
   metrics: Mapping[str, Json]
   """Metrics of the replayed update."""
@@ -88,7 +88,7 @@ class Course:
   commit: int
   """Step of the commit to start from; 0 for the initial state."""
   step: int
-  """Step to replay."""
+  """Step to replay, counted from 1."""
   rows: Mapping[int, Mapping[str, Json]]
   """Recorded metrics, keyed by step."""
 
@@ -100,7 +100,7 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
     step: step to replay; None for the last recorded step.
 
   Raises:
-    UserError: the run has not recorded that step, or recorded it on a machine unlike this one.
+    UserError: the run has not recorded that step, or recorded it on a different kind of machine.
   """
   file = run / METRICS_FILE
   rows = {
@@ -214,8 +214,9 @@ def taken(
       past.prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
     )
 
-  chosen = recall(store, uids, tasks=tasks.get, text=text, rewards=past.config.rewards)
-  members = {choice.sample.uid: choice for choice in chosen}
+  rewards = past.config.rewards_of(plan.stage)
+  chosen = recall(store, uids, tasks=tasks.get, text=text, rewards=rewards)
+  members = {step.uid: choice for choice in chosen for step in choice.steps}
   return {uid: members[uid] for uid in uids}
 
 

@@ -103,7 +103,7 @@ def _attempt(fields: Mapping[str, Json], taskset: str, uid: str) -> Attempt:
     truth=own_truth(fields),
     fields=fields,
   )
-  task.digest.encode()  # Raises for a prompt with a lone surrogate.
+  task.digest.encode()  # Raises an error for a prompt with a lone surrogate.
   return Attempt(
     uid=fields.get('uid') or uid,
     task=task,
@@ -198,7 +198,7 @@ async def score_file(
       os.fsync(file.fileno())
       unfinished.replace(out)
   finally:
-    with contextlib.suppress(OSError):  # The error of the failed write has been reported.
+    with contextlib.suppress(OSError):  # The error of the failed write has already been reported.
       stack.close()
     unfinished.unlink(missing_ok=True)
     await pool.close()

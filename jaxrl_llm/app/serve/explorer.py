@@ -2,7 +2,7 @@
 
 It is started by `jaxrl serve --role=explorer`, or by the run itself.
 
-Explorers hold no model and use no device.
+Explorers load no model and use no device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ flags.DEFINE_bool(
 )
 define_registering(FLAGS)
 _AGAIN_S = 1.0
-"""Seconds before the next attempt to reach a master after the connection was lost."""
+"""Seconds to wait before reconnecting to a master after the connection was lost."""
 
 
 def command(master: str, name: str) -> list[str]:
@@ -69,7 +69,7 @@ def _link(address: str, key: str | None) -> Link:
 
 
 async def _explore_for(registry: Registry, key: str) -> None:
-  """Explores for the run that is in the registry, and then for each run that replaces it, until
+  """Explores for the registered run, and then for each run that replaces it in the registry, until
   SIGTERM.
   """
   this = asyncio.current_task()
@@ -86,21 +86,21 @@ async def _explore_for(registry: Registry, key: str) -> None:
 
 async def _master(watch: Watch) -> Lease:
   """Waits until a run is registered, and returns the lease (registry entry) of the newest run."""
-  # The wait 'master' is unbounded, since an explorer waits as long as no run is registered.
+  # The wait 'master' is unbounded: an explorer waits as long as no run is registered.
   while not (masters := await watch.look_async()):
     await asyncio.sleep(LOOK_S)
   return masters[-1]
 
 
 async def _explore_once(master: Lease, watch: Watch, key: str) -> None:
-  """Runs the workflow of one run until its master (process 0) cannot be reached or is no longer the
-  newest in the registry.
+  """Runs the workflow of one run until its master (process 0) is unreachable, or is no longer the
+  newest master in the registry.
   """
   logging.info('exploring for %s at %s', master.name, master.address)
   exploring = asyncio.create_task(explore(_link(master.address, key), build_workflow))
   replaced = asyncio.create_task(_replaced(master, watch))
   try:
-    # The wait 'master' is unbounded, since an explorer works as long as its master does.
+    # The wait 'master' is unbounded: an explorer works as long as its master does.
     await asyncio.wait({exploring, replaced}, return_when=asyncio.FIRST_COMPLETED)
     if exploring.done():
       exploring.result()

@@ -3,6 +3,12 @@
 Request: `{prompt, completion, …}`, as scorers of kind `http` send it; `prompt` is a text or a list
 of chat messages. Response: `{value, evidence}`, or status 400 with a one-line reason if the request
 cannot be scored.
+
+With `--step_separator`, the response also has `step_values`, like that of a process reward model:
+for each step, the score of the answer up to the end of that step. If the request has `transcript`,
+the messages of a whole conversation, its steps are the assistant's turns after the prompt.
+Otherwise they are the parts of the completion that end with the separator. `value` is then the last
+step value.
 """
 
 from __future__ import annotations
@@ -36,14 +42,14 @@ from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.core.net.registry import Kind
-from jaxrl_llm.learner.state import place_params
+from jaxrl_llm.learner.loading import read_params
 from jaxrl_llm.master.reward_model import Batcher, RewardModel
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.tasks.tokenizer import Tokenizer
-from jaxrl_llm.weights.hf import load_params, read_spec
+from jaxrl_llm.weights.hf import read_spec
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string(
@@ -67,7 +73,17 @@ flags.DEFINE_integer(
   1,
   flag_values=FLAGS,
 )
+flags.DEFINE_string(
+  'step_separator',
+  None,
+  'Text at which a step ends (\\n is a line break); responses then have a value per step.',
+  flag_values=FLAGS,
+)
 define_listening(FLAGS)
+MAX_STEPS = 64
+"""Maximum number of steps that get a separate value. In a completion, the last of these steps
+includes the remaining text.
+"""
 _CHARACTERS = 256
 """Length in characters assumed for the longest token of a vocabulary. A text longer than this times
 the maximum number of tokens cannot fit.
@@ -97,39 +113,56 @@ def load(
   tokenizer, mesh = Tokenizer.from_directory(directory), build_mesh(MeshConfig(tensor=tensor))
   tokenizer.check_fits(spec.vocab_size, f'the model in {directory}')
   model = build_model(spec, ModelOptions(dtype=dtype, param_dtype=dtype), mesh)
-  params = place_params(model, mesh, load_params(directory, spec, scan_layers=False, dtype=dtype))
+  params = read_params(model, mesh, directory, spec)
   longest = min(max_length or spec.max_position_embeddings, spec.max_position_embeddings)
   return RewardModel(model, params, mesh, max_length=longest, sequences=sequences), tokenizer
 
 
-def application(batcher: Batcher, tokenizer: Tokenizer, *, max_length: int) -> web.Application:
+def application(
+  batcher: Batcher, tokenizer: Tokenizer, *, max_length: int, step_separator: str | None = None
+) -> web.Application:
   """Builds the web application.
 
   Args:
     max_length: maximum length in tokens of a sequence. Texts that are too long to fit are rejected
       without being tokenized.
+    step_separator: text that ends a step of a completion. If None, responses have no step values.
   """
   # Tokenize in a thread, because long texts would block the event loop. Use only one thread,
   # because tokenizers are not thread-safe.
   encoder = ThreadPoolExecutor(1, thread_name_prefix='tokenizer')
 
-  def encode(data: bytes) -> tuple[list[int], list[int]]:
-    prompt, completion = _read(data)
+  def encode(data: bytes) -> list[list[int]]:
+    answers = _read(data, step_separator)
+    prompt, completion = answers[-1]
     characters = sum(len(message['content']) for message in prompt) + len(completion)
     if characters > max_length * _CHARACTERS:
       raise UserError(
         f'{characters} characters exceed the {max_length} tokens that the reward model accepts'
       )
-    return tokenizer.render_answer(prompt, completion)
+    # The longest sequence is first, so that a request that is too long costs only one rendering.
+    sequences = []
+    for prompt, completion in reversed(answers):
+      before, after = tokenizer.render_answer(prompt, completion)
+      if len(before) + len(after) > max_length:
+        raise UserError(
+          f'{len(before) + len(after)} tokens with the prompt, the reward model takes up to '
+          f'{max_length}'
+        )
+      sequences.append([*before, *after])
+    return sequences[::-1]
 
   async def score(request: web.Request) -> web.Response:
     try:
       data = await request.read()
-      before, after = await asyncio.get_running_loop().run_in_executor(encoder, encode, data)
-      value = await batcher.score([*before, *after])
+      sequences = await asyncio.get_running_loop().run_in_executor(encoder, encode, data)
+      values = await asyncio.gather(*map(batcher.score, sequences))
     except UserError as error:
       return web.Response(status=400, text=str(error))
-    return web.json_response({'value': value, 'evidence': {'tokens': len(before) + len(after)}})
+    answer = {'value': values[-1], 'evidence': {'tokens': len(sequences[-1])}}
+    return web.json_response(
+      answer if step_separator is None else {**answer, 'step_values': values}
+    )
 
   served = web.Application(client_max_size=16 << 20)
   served.router.add_get('/health', _healthy)
@@ -142,12 +175,22 @@ async def _healthy(request: web.Request) -> web.Response:
   return web.Response(text='ok')
 
 
-def _read(data: bytes) -> tuple[tuple[dict[str, str], ...], str]:
+Answer = tuple[tuple[dict[str, str], ...], str]
+"""(messages before an answer, the answer)."""
+
+
+def _read(data: bytes, step_separator: str | None = None) -> list[Answer]:
+  """Returns the answers to score, in order. Without a separator there is one answer, otherwise one
+  for each step.
+  """
   try:
     body = json.loads(data)
     prompt, completion = body['prompt'], body['completion']
     messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
     turns = tuple({'role': str(m['role']), 'content': str(m['content'])} for m in messages)
+    conversation = tuple(
+      {'role': str(m['role']), 'content': str(m['content'])} for m in body.get('transcript') or ()
+    )
   except (ValueError, KeyError, TypeError, RecursionError):
     raise UserError(
       f'got {data[:80]!r}, wanted JSON with prompt (a text or messages) and completion'
@@ -155,12 +198,52 @@ def _read(data: bytes) -> tuple[tuple[dict[str, str], ...], str]:
   if not isinstance(completion, str) or not turns:
     raise UserError('got no completion as text, or an empty prompt')
   try:
-    ''.join([*(message['content'] for message in turns), completion]).encode()
+    ''.join([*(message['content'] for message in (*turns, *conversation)), completion]).encode()
   except UnicodeEncodeError as error:
     raise UserError(
       f'got text that UTF-8 cannot encode ({error.reason}), which no tokenizer takes'
     ) from None
-  return turns, completion
+  if step_separator is None:
+    return [(turns, completion)]
+  if conversation:
+    return _turns(turns, conversation)
+  return [(turns, completion[:end]) for end in step_ends(completion, step_separator)]
+
+
+def step_ends(completion: str, separator: str) -> list[int]:
+  """Returns the positions, in characters, at which the steps of a completion end. A step ends with
+  a separator or with the completion. Blank steps are merged into the previous step.
+  """
+  ends, start = [], 0
+  while len(ends) < MAX_STEPS - 1 and (at := completion.find(separator, start)) >= 0:
+    blank = not completion[start:at].strip()
+    start = at + len(separator)
+    if not blank:
+      ends.append(start)
+    elif ends:
+      ends[-1] = start
+  if completion[start:].strip() or not ends:
+    ends.append(len(completion))
+  return ends
+
+
+def _turns(
+  prompt: Sequence[dict[str, str]], conversation: Sequence[dict[str, str]]
+) -> list[Answer]:
+  """Returns each turn of the assistant after the prompt, with the messages before it."""
+  if [*conversation[: len(prompt)]] != [*prompt]:
+    raise UserError('got a transcript that does not begin with the prompt')
+  answers = [
+    (tuple(conversation[:number]), message['content'])
+    for number, message in enumerate(conversation)
+    if message['role'] == 'assistant' and number >= len(prompt)
+  ]
+  if not 0 < len(answers) <= MAX_STEPS:
+    raise UserError(
+      f'got a transcript with {len(answers)} turns of the assistant after the prompt, wanted 1 to '
+      f'{MAX_STEPS}'
+    )
+  return answers
 
 
 def _fingerprint(directory: pathlib.Path) -> dict[str, str]:
@@ -181,19 +264,21 @@ async def serve(
   tokenizer: Tokenizer,
   front: Any,
   ready: Callable[[str], contextlib.AbstractAsyncContextManager[None]],
+  step_separator: str | None = None,
 ) -> None:
   """Serves until SIGINT or SIGTERM.
 
   Args:
+    step_separator: text that ends a step of a completion. If None, responses have no step values.
     ready: returns a context manager for the address, which is entered while the service runs.
   """
   stop, device = asyncio.Event(), DeviceThread()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
-  await device.run(model, [[tokenizer.pad_id]])  # Compiles.
+  await device.run(model, [[tokenizer.pad_id]])  # Compiles the model's program.
   batcher = Batcher(model, device)
   where = listening(
-    application(batcher, tokenizer, max_length=model.max_length),
+    application(batcher, tokenizer, max_length=model.max_length, step_separator=step_separator),
     name='reward',
     front=front,
     routes=ROUTES,
@@ -201,9 +286,9 @@ async def serve(
   try:
     async with where as (address, public), ready(public or address):
       running = asyncio.create_task(batcher.run())
-      # The wait 'signal' is unbounded, since a service runs until a signal stops it.
+      # The wait 'signal' is unbounded: a service runs until a signal stops it.
       stopped = asyncio.create_task(stop.wait())
-      # The wait 'signal' is unbounded, since a service runs until a signal stops it.
+      # The wait 'signal' is unbounded: a service runs until a signal stops it.
       await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
       running.cancel()
       with contextlib.suppress(asyncio.CancelledError):
@@ -225,6 +310,11 @@ def _run(argv: Sequence[str], document: str | None) -> int:
     raise UserError(
       '--model is missing; wanted a reward model: a directory, a hub id, or a run that trained it'
     )
+  separator = FLAGS.step_separator
+  if separator is not None:
+    separator = separator.replace('\\n', '\n').replace('\\t', '\t')
+    if not separator:
+      raise UserError('--step_separator is empty; wanted the text at which a step ends')
   registry = open_registry(FLAGS.registry, FLAGS.name)
   front = read_front(FLAGS, registry)
   logging.set_verbosity(-1)
@@ -243,5 +333,5 @@ def _run(argv: Sequence[str], document: str | None) -> int:
       write_addresses(FLAGS.addresses_file, [url])
       yield
 
-  asyncio.run(serve(model, tokenizer, front, ready))
+  asyncio.run(serve(model, tokenizer, front, ready, separator))
   return 0

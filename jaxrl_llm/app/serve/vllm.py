@@ -160,8 +160,8 @@ _STEADY_S = 60.0
 
 
 Lend = Callable[[int, str], contextlib.AbstractAsyncContextManager[None]]
-"""Function that is given a server's number and address. It returns a context manager, during whose
-block the server is registered.
+"""Function of a server's number and address that returns a context manager. The server is
+registered within the context.
 """
 
 
@@ -182,7 +182,7 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], le
       addresses.append(front.address if front else server.address)
     for server in servers:
       server.start()
-    # The wait 'signal' is unbounded, since a service runs until a signal stops it.
+    # The wait 'signal' is unbounded: a service runs until a signal stops it.
     stopped = asyncio.create_task(stop.wait())
     async with asyncio.TaskGroup() as group:
       keepers = [
@@ -190,7 +190,7 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], le
         for i, server in enumerate(servers)
       ]
       announcer = group.create_task(announce(servers, addresses))
-      # The wait 'signal' is unbounded, since a service runs until a signal stops it.
+      # The wait 'signal' is unbounded: a service runs until a signal stops it.
       await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
       for task in (announcer, *keepers):
         task.cancel()
@@ -221,7 +221,7 @@ async def keep_up(
   while True:
     since = loop.time()
     async with lend():
-      # The wait 'server' is unbounded, since a server runs until it fails and is restarted.
+      # The wait 'server' is unbounded: a server runs until it fails and is restarted.
       while server.is_running():
         await asyncio.sleep(0.5)
     failures = 1 if loop.time() - since > _STEADY_S else failures + 1
@@ -234,7 +234,7 @@ async def keep_up(
     server.start()
     try:
       await server.ready(deadline_s=_START_DEADLINE_S)
-    except RunError as error:  # Counts as another failure; the other servers go on.
+    except RunError as error:  # This counts as another failure. The other servers continue.
       logging.error('%s', error)
       await server.stop()
 
@@ -250,7 +250,7 @@ def _run(options: Sequence[str]) -> int:
   if not (model / 'config.json').exists():
     raise UserError(f'--model={_MODEL.value}: has no config.json; wanted a model directory')
   if _ROLE.value == 'judge' and _LOAD.value == 'dummy':
-    raise UserError('--registered_as=judge: has no weights of its own; add --load=auto')
+    raise UserError('--registered_as=judge: a judge needs its own weights; add --load=auto')
   config = VllmConfig(
     environment=_ENVIRONMENT.value,
     servers=_SERVERS.value,
@@ -300,8 +300,8 @@ def _run(options: Sequence[str]) -> int:
 
 
 def _digests(model: pathlib.Path) -> dict[str, str]:
-  """Returns digests by which clients check that this service has the model they expect: of the
-  policy's shapes and tokenizer, or of config.json alone if the model is a judge.
+  """Returns digests by which clients recognise the model of this service. They cover the policy's
+  shapes and tokenizer, or only config.json if the model is a judge.
   """
   if _ROLE.value == 'judge':
     return {'config': hashlib.sha256((model / 'config.json').read_bytes()).hexdigest()[:16]}
@@ -313,7 +313,7 @@ def _lend(
   registry: Registry | None, digests: Mapping[str, str], i: int, address: str
 ) -> contextlib.AbstractAsyncContextManager[None]:
   kind = Kind(_ROLE.value)
-  # Create a new lease each time, since a restarted server counts as another server.
+  # Create a new lease each time, because a restarted server counts as a new server.
   name = f'{FLAGS.name}-{i}' if FLAGS.name else service_name(f'{kind}-{i}')
   return registering(registry, lease_of(kind, address, name, digests))
 

@@ -80,8 +80,8 @@ class LedgerEntry:
   attempts: int
   """Number of times that the trial's process has been started."""
   failures: int
-  """Number of starts of the trial's process that ended in a failure. It is no failure if the sweep
-  itself stopped the process.
+  """Number of starts of the trial's process that ended in failure. Processes that the sweep itself
+  stopped do not count.
   """
   step: int
   """Largest step in the metrics of the trial."""
@@ -103,7 +103,7 @@ class TrialReport:
   """One measurement of the objective by a trial."""
 
   trial: int
-  """Number of the trial."""
+  """Number of the trial in the sweep's ledger."""
   step: int
   value: float
   """Value of the objective; NaN if it was not finite."""
@@ -144,7 +144,7 @@ def locked(sweepdir: pathlib.Path, *, shared: bool) -> Iterator[None]:
 
 
 def in_use(workdir: pathlib.Path) -> bool:
-  """Whether a running process holds the lock of a run directory."""
+  """Returns whether a running process holds the lock of a run directory."""
   try:
     lock = (workdir / 'lock').open('r')
   except FileNotFoundError:
@@ -242,7 +242,9 @@ class Ledger:
     return {change[0].partition('.')[0] for change in changes}
 
   def add(self, trials: Sequence[Trial]) -> list[LedgerEntry]:
-    """Appends those of `trials` that the ledger lacks. Returns the entries of all of `trials`."""
+    """Appends those of `trials` that the ledger lacks. Returns the ledger's entries for all of
+    `trials`.
+    """
     with self._transaction():
       known = {key for (key,) in self._db.execute('SELECT key FROM trials')}
       (count,) = self._db.execute('SELECT count(*) FROM trials').fetchone()
@@ -341,7 +343,7 @@ class Ledger:
     ]
 
   def stopping(self, number: int) -> None:
-    """Records that early stopping ends a trial. Call this before its process gets SIGTERM."""
+    """Records that early stopping is ending a trial. Call this before its process gets SIGTERM."""
     with self._transaction():
       self._set(number, state=TrialState.STOPPING)
 

@@ -31,7 +31,9 @@ from jaxrl_llm.core.process.child import Child
 _POLL_S = 0.2
 """Interval in seconds at which the trials' processes and metrics are checked."""
 _HELD_S = 60.0
-"""Maximum time in seconds to wait for the end of a trial's process, besides the grace period."""
+"""Maximum time in seconds, in addition to the grace period, to wait for a trial's process to
+end.
+"""
 _INVALID = 2
 """Exit code of a run whose input is invalid. Such a run is not retried, as it would fail again."""
 _JOB_VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
@@ -85,7 +87,7 @@ class _Live:
 
 
 class Runner:
-  """Runs the trials of a ledger whose lock the caller holds."""
+  """Runs the trials of a ledger. The caller must hold the ledger's lock."""
 
   def __init__(
     self,
@@ -146,9 +148,9 @@ class Runner:
   # One round of checks (`_step`) and its parts.
 
   def _step(self) -> bool:
-    """Checks the running trials and starts further ones.
+    """Checks the running trials and starts new ones.
 
-    Returns whether a trial is running, or is waiting for an earlier process of it to end.
+    Returns whether a trial is running, or is waiting for its earlier process to end.
     """
     for live in list(self._live.values()):
       code = live.child.exit_code
@@ -283,7 +285,7 @@ class Runner:
     return arguments(sweep.base, {**sweep.overrides, **entry.trial.overrides}, workdir, init_from)
 
   def _measure(self, live: _Live) -> None:
-    """Records a trial's new measurements, and stops the trial if the early-stopping rule then
+    """Records a trial's new measurements, and then stops the trial if the early-stopping rule
     requires it.
     """
     new = self._report(live.entry, live.measurements)
@@ -344,8 +346,8 @@ class Runner:
     """Asks a trial's process to stop. Further calls for the same process have no effect.
 
     Args:
-      passed_on: whether the process has already received a signal from Slurm. It then gets no other
-        one.
+      passed_on: whether the process has already received a signal from Slurm. It then gets no
+        second signal.
     """
     if not live.stopping:
       live.stopping = True

@@ -30,8 +30,8 @@ except ImportError:
   optuna = None
 
 _REDRAWS = 20
-"""Number of draws for each wanted point. If they do not suffice to find as many different points as
-are wanted, the axes count as exhausted.
+"""Number of draws per wanted point. If these do not yield enough different points, the axes count
+as exhausted.
 """
 
 
@@ -71,7 +71,7 @@ def next_point(
 
   Returns None if the ledger contains `sweep.count` points, or if no new point was found.
   """
-  # The ledger identifies trials by their overrides, so that no point may occur twice.
+  # The ledger identifies trials by their overrides, so no point may occur twice.
   tried = {json_text('point', entry.trial.point) for entry in entries if not entry.trial.is_start}
   if len(tried) >= sweep.count:
     return None
@@ -88,7 +88,9 @@ def next_point(
 def should_stop(
   sweep: Sweep, entries: Sequence[LedgerEntry], reports: Sequence[TrialReport], number: int
 ) -> bool:
-  """Whether early stopping ends trial `number`, given the measurements recorded so far."""
+  """Returns whether early stopping should end trial `number`, given the measurements recorded so
+  far.
+  """
   if sweep.early_stopping is None:
     return False
   _, stop = _replayed(sweep, entries, reports, optuna.samplers.RandomSampler(seed=0))
@@ -100,7 +102,7 @@ def _replayed(
 ) -> tuple[Any, dict[int, bool]]:
   """Replays the contents of the ledger into a new Optuna study.
 
-  Returns the study, and whether early stopping ends a trial, keyed by the trial's number.
+  Returns the study, and a mapping from trial number to whether early stopping ends the trial.
   """
   study = _study(sampler, _pruner(sweep), sweep.direction)
   distributions = _distributions(sweep.axes) if sweep.search == 'tpe' else {}

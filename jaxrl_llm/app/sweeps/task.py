@@ -17,7 +17,9 @@ _TAIL_BYTES = 1 << 16
 
 
 def in_slurm_step() -> bool:
-  """Whether this process runs in a job step of Slurm, whose signals also reach its children."""
+  """Returns whether this process runs in a job step of Slurm, whose signals also reach its
+  children.
+  """
   return 'SLURM_STEP_ID' in os.environ
 
 

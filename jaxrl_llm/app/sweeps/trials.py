@@ -34,7 +34,7 @@ class Trial:
 
   @property
   def point(self) -> dict[str, Json]:
-    """Overrides without the seed. The results of trials with equal points differ only by chance."""
+    """Overrides without the seed. Trials with equal points differ only in their random numbers."""
     return {key: value for key, value in self.overrides.items() if key != SEED}
 
   @property

@@ -74,12 +74,13 @@ class Response:
 
   async def read(self) -> bytes:
     """Returns the whole body. Raises Malformed if it is larger than the client's `max_bytes`."""
-    data = bytearray()
+    chunks, size = [], 0
     async for chunk in self.chunks():
-      data += chunk
-      if len(data) > self._max_bytes:
+      chunks.append(chunk)
+      size += len(chunk)
+      if size > self._max_bytes:
         raise Malformed(f'{self._label}: answered more than {self._max_bytes} bytes')
-    return bytes(data)
+    return b''.join(chunks)
 
 
 class Client:

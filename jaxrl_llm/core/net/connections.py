@@ -16,7 +16,7 @@ def check_address(address: str, where: str) -> None:
 
   Args:
     address: `unix:/path`, `http://…` or `https://…`.
-    where: field or flag that holds the address, for the error message.
+    where: field or flag that gives the address, for the error message.
   """
   if not address.startswith(('http://', 'https://', 'unix:/')):
     wanted = 'http://HOST:PORT, https://HOST:PORT or unix:/path/to.sock'
@@ -24,7 +24,9 @@ def check_address(address: str, where: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-  """Whether a host name or address is a loopback address, which only this machine can reach."""
+  """Returns whether a host name or address is a loopback address, which only this machine can
+  reach.
+  """
   if host == 'localhost':
     return True
   try:

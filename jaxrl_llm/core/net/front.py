@@ -1,31 +1,25 @@
 """Authenticating reverse proxy for an inference server (the upstream) on the same host.
 
 Invariant: no part of a request reaches the upstream unless the request carries the token and its
-method and path are those of a route, byte for byte. Unauthenticated connections have a deadline,
-and the oldest is dropped when there are too many. Clients without the token thus cannot occupy
-memory or descriptors for long, and cannot lock out clients that have the token.
+method and path are those of a route, byte for byte (`core.net.server`).
 
 The module also runs on hosts that only serve models and lack JAX, so it imports neither JAX nor any
-module of this package except `core.errors` and `core.net.connections`.
+module of this package except `core.errors` and two of `core.net`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import errno
 import hmac
-import http
 import json
 import logging
 import os
 import re
-import resource
-import socket
 import ssl
 import urllib.parse
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import aiohttp
@@ -34,6 +28,15 @@ from aiohttp import hdrs, web
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.connections import is_loopback
+from jaxrl_llm.core.net.server import (
+  SERVER,
+  Refusal,
+  Server,
+  Upload,
+  begin_upload,
+  parse_object,
+  split_path,
+)
 
 RPC_PATH, UPDATE_PATH, ADAPTER_PATH = '/collective_rpc', '/update_weights', '/v1/load_lora_adapter'
 ROUTES = (
@@ -72,25 +75,7 @@ MAX_BODY, MAX_RPC_BODY, MAX_UPDATE_BODY = 256 << 20, 64 << 10, 16 << 20
 
 _TOKEN = re.compile(r'[\x21-\x7e]{16,4096}')
 _HEADER_WORD = re.compile(r'[\x21-\x7e]+')
-_QUERY = re.compile(r'[\x21\x22\x24-\x7e]*')
-_SERVER = {hdrs.SERVER: 'front'}
-"""Server header of responses. The default of aiohttp would reveal the versions of aiohttp and
-Python.
-"""
-_KEEPALIVE_S, _LINGER_S, _SHUTDOWN_S, _CONNECT_S = 75.0, 1.0, 0.2, 10.0
-_STRANGER_S, _STRANGERS = 10.0, 1024
-"""Seconds within which a new connection must authenticate, its TLS handshake included, and maximum
-number of connections that have not yet authenticated. The maximum is high because a trainer opens
-hundreds at once.
-"""
-_BODY_S = 60.0
-"""Maximum seconds between two chunks of a request body."""
-_DESCRIPTORS = 1 << 16
-"""Limit on open files that a process with a front sets for itself. A proxied request needs two
-descriptors.
-"""
-_BACKLOG = 1024
-"""Maximum number of connections waiting to be accepted."""
+_CONNECT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -130,9 +115,6 @@ class FrontConfig:
 class Front:
   """Proxy of one upstream. Use it as a context manager, or call `start` and `close`."""
 
-  refused: int
-  """Number of requests refused so far because they lacked the token."""
-
   def __init__(
     self,
     config: FrontConfig,
@@ -154,7 +136,6 @@ class Front:
     Raises:
       UserError: a file or token cannot be used, or the upstream may be reachable from other hosts.
     """
-    self.refused = 0
     self._config = config
     self._wanted = f'Bearer {_read_token(config.token_file)}'.encode()
     self._tls = _tls_context(config)
@@ -163,11 +144,15 @@ class Front:
       raise UserError(
         'front: upstream_token holds characters that a header cannot; wanted visible ASCII'
       )
-    self._upstream_token, self._routes = upstream_token, tuple(routes)
+    self._upstream_token = upstream_token
     self._publish_root = None if publish_root is None else os.path.realpath(publish_root)
     self._session: aiohttp.ClientSession | None = None
-    self._listener: _Listener | None = None
-    self._runner: web.ServerRunner | None = None
+    self._server = Server(
+      routes,
+      authenticate=lambda given: hmac.compare_digest(given, self._wanted) or None,
+      handle=lambda request, _: self._forward(request, *split_path(request)),
+      wanted='wanted one header "Authorization: Bearer TOKEN" with this front\'s token',
+    )
 
   async def __aenter__(self) -> Self:
     await self.start()
@@ -177,15 +162,18 @@ class Front:
     await self.close()
 
   @property
+  def refused(self) -> int:
+    """Number of requests refused so far because they did not carry the token."""
+    return self._server.refused
+
+  @property
   def address(self) -> str:
     """Address of the front, `https://host:port` or `http://host:port`; known only after `start`."""
-    assert self._runner is not None, 'not started'
     host = f'[{self._config.host}]' if ':' in self._config.host else self._config.host
-    return f'{"https" if self._tls else "http"}://{host}:{self._runner.addresses[0][1]}'
+    return f'{"https" if self._tls else "http"}://{host}:{self._server.port}'
 
   async def start(self) -> str:
     """Starts listening and returns the address. Raises UserError if the address cannot be bound."""
-    assert self._runner is None, 'started already'
     # Each request gets its own connection to the upstream. This is cheap on the same host, and a
     # request cannot inherit the state of an earlier one.
     pool = {'limit': 0, 'force_close': True}
@@ -198,11 +186,8 @@ class Front:
       auto_decompress=False,
       skip_auto_headers=(hdrs.USER_AGENT, hdrs.CONTENT_TYPE),
     )
-    descriptors = _permit_descriptors()
-    server = _Server(self._handle, handler_cancellation=True)
-    self._runner = web.ServerRunner(server, shutdown_timeout=_SHUTDOWN_S)
     try:
-      await self._listen(self._runner, descriptors)
+      await self._server.start(self._config.host, self._config.port, self._tls)
     except OSError as error:
       await self.close()
       raise self._unbound(error) from None
@@ -213,31 +198,10 @@ class Front:
 
   async def close(self) -> None:
     """Stops listening and aborts requests in flight."""
-    runner, self._runner = self._runner, None
     session, self._session = self._session, None
-    if runner is not None:
-      await runner.cleanup()
+    await self._server.close()
     if session is not None:
       await session.close()
-
-  async def _listen(self, runner: web.ServerRunner, descriptors: int) -> None:
-    host, port = self._config.host, self._config.port
-    # Use only the first address of the host. For a host with two addresses, asyncio would open two
-    # sockets and, with port 0, choose two different ports.
-    addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, address = addresses[0]
-    self._listener = _Listener(family, kind, protocol, strangers=min(_STRANGERS, descriptors // 4))
-    try:
-      self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      self._listener.bind(address)
-    except OSError:
-      self._listener.close()
-      raise
-    await runner.setup()
-    # The backlog is limited because asyncio may accept several full backlogs of connections before
-    # the first unauthenticated connection is closed.
-    backlog = min(_BACKLOG, descriptors // 16)
-    await web.SockSite(runner, self._listener, ssl_context=self._tls, backlog=backlog).start()
 
   def _unbound(self, error: OSError) -> UserError:
     host, port = self._config.host, self._config.port
@@ -249,33 +213,6 @@ class Front:
     return UserError(
       f'front.host: cannot listen on {host} port {port} ({error}); set an address of this host'
     )
-
-  async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-    try:
-      self._authenticate(request)
-      path, query = _admit(request, self._routes)
-      return await self._forward(request, path, query)
-    except _Refusal as refusal:
-      return _error_response(refusal)
-
-  def _authenticate(self, request: web.BaseRequest) -> None:
-    given = request.headers.getall(hdrs.AUTHORIZATION, [])
-    if len(given) == 1 and hmac.compare_digest(
-      given[0].encode('utf-8', 'surrogateescape'), self._wanted
-    ):
-      assert self._listener is not None
-      if request.transport is not None:
-        self._listener.trust(request.transport)
-      return
-    self.refused += 1
-    # Log only when the count is a power of two, so that a flood of requests does not fill the log.
-    if self.refused & (self.refused - 1) == 0:
-      _log.warning(
-        'Refused %d requests without the token so far, the last from %s',
-        self.refused,
-        request.remote,
-      )
-    raise _Refusal(401, 'wanted one header "Authorization: Bearer TOKEN" with this front\'s token')
 
   async def _forward(self, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
     body = await self._body(request, path)
@@ -305,13 +242,13 @@ class Front:
         if request.transport is not None:
           request.transport.abort()
         return response
-      if isinstance(body, _Upload) and body.fault is not None:
+      if isinstance(body, Upload) and body.fault is not None:
         raise body.fault from None
       _log.warning('%s %s: the upstream failed: %r', request.method, path, error)
-      raise _Refusal(502, 'the server behind this front cannot be reached, or gave up') from None
+      raise Refusal(502, 'the server behind this front cannot be reached, or gave up') from None
     return response
 
-  async def _body(self, request: web.BaseRequest, path: str) -> bytes | _Upload | None:
+  async def _body(self, request: web.BaseRequest, path: str) -> bytes | Upload | None:
     """Returns the request body to pass on; None if the request has no body.
 
     For paths whose bodies are checked, the result is the checked body as bytes. For other paths, it
@@ -320,20 +257,16 @@ class Front:
     limits = {RPC_PATH: MAX_RPC_BODY}
     if self._publish_root is not None:
       limits |= {UPDATE_PATH: MAX_UPDATE_BODY, ADAPTER_PATH: MAX_UPDATE_BODY}
-    upload = _Upload(request, limits.get(path, MAX_BODY))
-    if request.headers.get(hdrs.EXPECT, '').lower() == '100-continue':
-      await request.writer.write(b'HTTP/1.1 100 Continue\r\n\r\n')
-      # Reset the count of bytes, since `100 Continue` is not yet part of the response.
-      request.writer.output_size = 0
+    upload = await begin_upload(request, limits.get(path, MAX_BODY))
     if path not in limits:
       return upload if request.can_read_body else None
-    content = _parse_object(b''.join([chunk async for chunk in upload]))
+    content = parse_object(await upload.read())
     if path == RPC_PATH:
       return _checked_rpc(content)
     check = _checked_update if path == UPDATE_PATH else _checked_adapter
     return await asyncio.to_thread(check, content, self._publish_root)
 
-  def _headers(self, request: web.BaseRequest, body: bytes | _Upload | None) -> dict[str, str]:
+  def _headers(self, request: web.BaseRequest, body: bytes | Upload | None) -> dict[str, str]:
     """Returns the headers to send upstream. Of the client's headers, only Content-Type is passed
     on.
     """
@@ -345,150 +278,6 @@ class Front:
     elif hdrs.CONTENT_TYPE in request.headers:
       headers[hdrs.CONTENT_TYPE] = request.headers[hdrs.CONTENT_TYPE]
     return headers
-
-
-class _Refusal(Exception):
-  """Raised for a request that is answered with an error status and never passed on."""
-
-  def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):
-    super().__init__(message)
-    self.status, self.headers = status, headers or {}
-
-
-class _Listener(socket.socket):
-  """Listening socket that bounds the number and time of unauthenticated connections.
-
-  Both bounds hold from the moment at which a connection is accepted. A TLS handshake that is never
-  finished therefore holds a descriptor no longer than a request that is never sent.
-  """
-
-  def __init__(self, *args: int, strangers: int):
-    super().__init__(*args)
-    self._permitted = strangers
-    self._strangers: dict[int, tuple[socket.socket, asyncio.TimerHandle]] = {}
-    """Unauthenticated connections with their deadlines, keyed by descriptor, oldest first. Closed
-    connections stay until their entry is removed. Their `fileno()` is -1, and another file may have
-    their descriptor meanwhile.
-    """
-
-  def accept(self) -> tuple[socket.socket, Any]:
-    """Accepts a connection. Called by the event loop."""
-    # The wait 'request' is over already, since the event loop has found the socket readable.
-    connection, address = super().accept()
-    number = connection.fileno()
-    self._forget(number)  # An earlier connection with this descriptor is closed.
-    deadline = asyncio.get_running_loop().call_later(_STRANGER_S, self._drop, number)
-    self._strangers[number] = connection, deadline
-    if len(self._strangers) > self._permitted:
-      for closed in [k for k, (each, _) in self._strangers.items() if each.fileno() < 0]:
-        self._forget(closed)
-    if len(self._strangers) > self._permitted:
-      self._drop(next(iter(self._strangers)))
-    return connection, address
-
-  def trust(self, transport: asyncio.BaseTransport) -> None:
-    """Cancels the deadline of a connection that has authenticated."""
-    self._forget(transport.get_extra_info('socket').fileno())
-
-  def _forget(self, number: int) -> None:
-    if stranger := self._strangers.pop(number, None):
-      stranger[1].cancel()
-
-  def _drop(self, number: int) -> None:
-    connection, _ = self._strangers[number]
-    self._forget(number)
-    # After the shutdown, the event loop reads end-of-file and closes the connection.
-    with contextlib.suppress(OSError):
-      connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Server(web.Server):
-  """HTTP server with this front's error pages."""
-
-  def __call__(self) -> web.RequestHandler:
-    return _Connection(
-      self,
-      loop=asyncio.get_running_loop(),
-      access_log=None,
-      keepalive_timeout=_KEEPALIVE_S,
-      lingering_time=_LINGER_S,
-      auto_decompress=False,
-    )
-
-
-class _Connection(web.RequestHandler):
-  __slots__ = ()
-
-  def handle_error(
-    self,
-    request: web.BaseRequest,
-    status: int = 500,
-    exc: BaseException | None = None,
-    message: str | None = None,
-  ) -> web.StreamResponse:
-    """Responds to invalid HTTP (400) and errors in this module (500) without internal details."""
-    if status >= 500:
-      _log.error('%s %s failed', request.method, request.raw_path, exc_info=exc)
-    if request.writer.output_size > 0:
-      raise ConnectionError('the response had begun')
-    response = _error_response(
-      _Refusal(status, 'not a valid request' if status < 500 else 'the front failed')
-    )
-    response.force_close()
-    return response
-
-
-class _Upload:
-  """A request body, streamed to the upstream."""
-
-  fault: _Refusal | None = None
-  """Reason why the body ended early; None if it did not. It is kept here because aiohttp's request
-  call reports only that sending failed.
-  """
-
-  def __init__(self, request: web.BaseRequest, limit: int):
-    self._content, self._limit = request.content, limit
-    if (request.content_length or 0) > limit:
-      raise self._too_large()
-
-  async def __aiter__(self) -> AsyncIterator[bytes]:
-    size = 0
-    try:
-      while True:
-        async with asyncio.timeout(_BODY_S):
-          chunk = await self._content.readany()
-        if not chunk:
-          return
-        size += len(chunk)
-        if size > self._limit:
-          raise self._too_large()
-        yield chunk
-    except _Refusal as fault:
-      self.fault = fault
-      raise
-    except web.RequestPayloadError:
-      self.fault = _Refusal(400, 'the body is not validly framed')
-      raise self.fault from None
-    except TimeoutError:
-      self.fault = _Refusal(408, f'nothing of the body came for {_BODY_S:g} s')
-      raise self.fault from None
-
-  def _too_large(self) -> _Refusal:
-    return _Refusal(413, f'the body is larger than {self._limit} bytes')
-
-
-def _permit_descriptors() -> int:
-  """Raises the soft limit on open files to `_DESCRIPTORS`, or to the hard limit if that is lower. A
-  higher soft limit is kept.
-
-  Returns:
-    The smaller one of `_DESCRIPTORS` and the hard limit.
-  """
-  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-  if soft != resource.RLIM_INFINITY and soft < wanted:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-  return wanted
 
 
 def _read_token(path: str | None) -> str:
@@ -555,55 +344,12 @@ def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
   return None, yarl.URL.build(scheme='http', host=host, port=port)
 
 
-def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> tuple[str, str]:
-  """Returns the path and query of an authenticated request.
-
-  Raises _Refusal if the request must not be passed on.
-  """
-  path, _, query = request.raw_path.partition('?')
-  methods = [method for method, known in routes if known == path]
-  if not methods:
-    raise _Refusal(403, f'no such path here, as written: {path[:200]!a}')
-  if request.method not in methods:
-    raise _Refusal(405, f'{path} takes {" or ".join(methods)}', {hdrs.ALLOW: ', '.join(methods)})
-  if not _QUERY.fullmatch(query):
-    raise _Refusal(400, 'the query string holds characters that must be percent-encoded')
-  if request.version < aiohttp.HttpVersion11:
-    # Clients of older HTTP versions cannot distinguish a truncated response from a complete one.
-    raise _Refusal(505, 'wanted HTTP/1.1')
-  if hdrs.CONTENT_ENCODING in request.headers:
-    raise _Refusal(415, 'compressed bodies are not taken')
-  return path, query
-
-
-def _error_response(refusal: _Refusal) -> web.Response:
-  error = {
-    'message': str(refusal),
-    'type': http.HTTPStatus(refusal.status).phrase.title().replace(' ', ''),
-    'code': refusal.status,
-  }
-  headers = {**_SERVER, **refusal.headers}
-  if refusal.status == 401:
-    headers[hdrs.WWW_AUTHENTICATE] = 'Bearer'
-  return web.json_response({'error': error}, status=refusal.status, headers=headers)
-
-
 def _begun_as(upstream: aiohttp.ClientResponse) -> web.StreamResponse:
   kept = (hdrs.CONTENT_TYPE, hdrs.CONTENT_ENCODING)
   headers = {name: upstream.headers[name] for name in kept if name in upstream.headers}
-  response = web.StreamResponse(status=upstream.status, headers={**_SERVER, **headers})
+  response = web.StreamResponse(status=upstream.status, headers={**SERVER, **headers})
   response.content_length = upstream.content_length
   return response
-
-
-def _parse_object(data: bytes) -> dict[str, Any]:
-  try:
-    body = json.loads(data.decode())
-  except (ValueError, RecursionError):
-    raise _Refusal(400, 'the body is not JSON') from None
-  if not isinstance(body, dict):
-    raise _Refusal(400, 'the body is not a JSON object')
-  return body
 
 
 def _checked_rpc(body: dict[str, Any]) -> bytes:
@@ -614,27 +360,50 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
   """
   method = body.get('method')
   if not isinstance(method, str) or method not in RPC_METHODS:
-    raise _Refusal(403, f'method may be one of {", ".join(sorted(RPC_METHODS))}')
+    raise Refusal(403, f'method may be one of {", ".join(sorted(RPC_METHODS))}')
   return json.dumps(body).encode()
 
 
 def _checked_update(body: dict[str, Any], root: str) -> bytes:
   """Checks the body of a weight update and returns it with the resolved path of its directory.
 
-  Raises _Refusal unless the directory and all files named in the body lie below `root`.
+  Raises Refusal unless all directories and files named in the body lie below `root`.
   """
   info = body.get('update_info')
   if (
     set(body) != {'update_info'}
     or not isinstance(info, dict)
-    or not set(info) <= {'directory', 'files', 'adapter'}
+    or not set(info) <= {'directory', 'files', 'adapter', 'slices', 'label', 'deltas'}
   ):
-    raise _Refusal(
-      400, 'wanted {"update_info": {"directory": …, "files": …, "adapter": …}} and nothing else'
+    raise Refusal(
+      400,
+      'wanted {"update_info": {"directory": …, "files": …, "adapter": …, "slices": …, "label": …, '
+      '"deltas": …}} and nothing else',
     )
+  deltas = info.get('deltas', [])
+  if not isinstance(deltas, list) or not all(
+    isinstance(delta, dict) and set(delta) == {'before', 'label', 'directory', 'files'}
+    for delta in deltas
+  ):
+    raise Refusal(
+      400,
+      'wanted deltas as a list of {"before": …, "label": …, "directory": …, "files": …}',
+    )
+  checked = {**info, 'directory': _checked_directory(info, root)}
+  if deltas:
+    checked['deltas'] = [
+      {**delta, 'directory': _checked_directory(delta, root)} for delta in deltas
+    ]
+  return json.dumps({'update_info': checked}).encode()
+
+
+def _checked_directory(info: dict[str, Any], root: str) -> str:
+  """Returns the resolved path of a directory of published files. Raises Refusal unless it and the
+  files named with it lie below `root`.
+  """
   directory, files = info.get('directory'), info.get('files', {})
   if not isinstance(directory, str) or not isinstance(files, dict):
-    raise _Refusal(400, 'wanted a string as directory, and an object as files')
+    raise Refusal(400, 'wanted a string as directory, and an object as files')
   try:
     resolved = os.path.realpath(directory)
     plain = os.path.isabs(directory) and all(
@@ -647,20 +416,20 @@ def _checked_update(body: dict[str, Any], root: str) -> bytes:
   except ValueError:
     plain = inside = False
   if not (plain and inside):
-    raise _Refusal(
+    raise Refusal(
       403, 'wanted an absolute path of a directory below publish_root, with files named inside it'
     )
-  return json.dumps({'update_info': {**info, 'directory': resolved}}).encode()
+  return resolved
 
 
 def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
   """Checks the body of an adapter load and returns it with the resolved path of its directory.
 
-  Raises _Refusal unless the directory and all files in it lie below `root`.
+  Raises Refusal unless the directory and all files in it lie below `root`.
   """
   path = body.get('lora_path')
   if set(body) != {'lora_name', 'lora_path', 'load_inplace'} or not isinstance(path, str):
-    raise _Refusal(
+    raise Refusal(
       400, 'wanted {"lora_name": …, "lora_path": …, "load_inplace": …} and nothing else'
     )
   try:
@@ -672,7 +441,7 @@ def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
   except (ValueError, OSError):
     inside = False
   if not inside:
-    raise _Refusal(
+    raise Refusal(
       403, 'wanted an absolute path of a directory below publish_root, with files inside it'
     )
   return json.dumps({**body, 'lora_path': resolved}).encode()

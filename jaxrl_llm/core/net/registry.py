@@ -71,7 +71,7 @@ limit, a reader that was suspended for a while would consider every service dead
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegistryConfig:
-  """Directory in which the services of a job find each other."""
+  """Configuration of the directory through which the services of a job find each other."""
 
   directory: str | None = None
   """Directory (mode 700) on a file system that all hosts of the job share; if None, `registry` in
@@ -113,7 +113,7 @@ class Kind(enum.StrEnum):
   SANDBOX = 'sandbox'
   """A sandbox host, for scorers of kind `code`."""
   JUDGE = 'judge'
-  """A vLLM server with weights of its own, for scorers of kind `judge`."""
+  """A vLLM server with a different model's weights, for scorers of kind `judge`."""
   EXPLORER = 'explorer'
   """An explorer process, to which no other process connects."""
   MASTER = 'master'
@@ -130,7 +130,7 @@ class Lease:
   name: str
   """Human-readable name of letters, digits, '.', '_' and '-'."""
   address: str = ''
-  """`unix:/path`, `http://host:port` or `https://host:port`; '' for explorers."""
+  """Address `unix:/path`, `http://host:port` or `https://host:port`; empty for explorers."""
   fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
   """Digests of what the service serves, keyed by what was digested, such as 'model' and
   'tokenizer'.
@@ -174,7 +174,7 @@ class Lease:
 
 
 def is_name(name: str) -> bool:
-  """Whether a lease can have this name."""
+  """Returns whether a lease can have this name."""
   return _NAME.fullmatch(name) is not None
 
 
@@ -542,7 +542,7 @@ async def _renew(registry: Registry, leases: tuple[Lease, ...]) -> None:
         raise
       except (OSError, UserError) as error:
         failures += 1
-        if failures & (failures - 1) == 0:  # The 1st, 2nd, 4th, 8th, … in a row.
+        if failures & (failures - 1) == 0:  # True for the 1st, 2nd, 4th, 8th, … failure in a row.
           logging.warning(
             'registry %s: lease %s was not renewed (%d times so far): %s',
             *(registry.directory, lease.name, failures, _reason(error)),
@@ -593,7 +593,7 @@ class Watch:
     Args:
       now: reader's clock in seconds, which never goes back.
     """
-    # The lock is necessary because a scan goes on in its thread if the caller of `look_async` is
+    # The lock is necessary because a scan continues in its thread if the caller of `look_async` is
     # cancelled, and may overlap the next scan.
     with self._lock:
       return self._look(now)
@@ -632,7 +632,7 @@ class Watch:
     for file in files:
       try:
         status = os.stat(file, dir_fd=folder, follow_symlinks=False)
-      except FileNotFoundError:  # Removed since the scan began.
+      except FileNotFoundError:  # The file was removed after the scan began.
         self._seen.pop(file, None)
         continue
       state = (status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size)
@@ -646,8 +646,8 @@ class Watch:
       if seen is None:
         order = (self._looks, lease.started if lease else 0.0)
         seen = self._seen[file] = _Seen(state, lease, order)
-      # If the file changed but the lease in it did not, as when only the file's times changed, the
-      # lease was not renewed and grows older.
+      # If the file has changed but its lease has not, for example because only the file's times
+      # changed, the lease was not renewed and its age increases.
       seen.age_s = 0.0 if lease != seen.lease else seen.age_s + gap
       seen.state, seen.lease = state, lease
     if refused:

@@ -23,7 +23,7 @@ from jaxrl_llm.core.types import Json
 CHAT_PATH = '/v1/chat/completions'
 """Path of chat completions on OpenAI-compatible servers."""
 _MAX_WAIT_S = 30.0
-"""Maximum wait before a retry in seconds, whatever `Retry-After` says."""
+"""Maximum wait before a retry in seconds. It also limits the effect of a `Retry-After` header."""
 _REST_S = 5.0
 """Seconds after an error at one address during which other addresses are preferred."""
 _MAX_ANSWER_BYTES = 4 << 20
@@ -32,8 +32,8 @@ _MAX_ANSWER_BYTES = 4 << 20
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
   addresses: tuple[str, ...]
-  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least
-  busy address.
+  """Addresses `http://host:port/path`, `https://…` or `unix:/path/to.sock`. Each request goes to
+  the least busy address.
   """
   key_file: str | None = None
   """File whose first line is the bearer token."""
@@ -77,8 +77,8 @@ class DiscoveringOptions(RemoteOptions):
   """Options of a service whose addresses may come from the run's registry."""
 
   addresses: tuple[str, ...] = ()
-  """`http://host:port/path`, `https://…` or `unix:/path/to.sock`; each request goes to the least
-  busy address.
+  """Addresses `http://host:port/path`, `https://…` or `unix:/path/to.sock`. Each request goes to
+  the least busy address.
   """
   discover: str | None = None
   """Pattern of service names, such as '*' or 'quality-*'. Requests go to those services in the
@@ -224,7 +224,7 @@ class ServiceClient:
 
 
 def _is_transient(error: RemoteError) -> bool:
-  """Whether the error is transient, so that a retry may succeed."""
+  """Returns whether the error is transient, so that a retry may succeed."""
   return error.status == 429 or (isinstance(error, Lost) and not isinstance(error, Malformed))
 
 

@@ -6,6 +6,8 @@ Invariant: neither the child nor anything that it starts outlives the process th
 
 from __future__ import annotations
 
+import asyncio
+import os
 import pathlib
 import socket
 import subprocess
@@ -20,6 +22,8 @@ _STOP_S = 45.0
 """Maximum seconds to wait for a guard to end. With the default grace period, a guard needs at most
 5 s before SIGKILL and 30 s after it.
 """
+_REAP_S = 10.0
+"""Maximum seconds to read the exit code of a guard that has ended."""
 _TAIL_BYTES = 1 << 20
 """Maximum number of bytes read from the end of a log."""
 _GUARD_SAYS, _NOT_STARTED = 'guard:', ' cannot be started: '
@@ -32,16 +36,24 @@ class Child:
   """
 
   def __init__(
-    self, name: str, *, log: pathlib.Path, remove: Sequence[pathlib.Path] = (), grace_s: float = 5.0
+    self,
+    name: str,
+    *,
+    log: pathlib.Path,
+    log_bytes: int | None = None,
+    remove: Sequence[pathlib.Path] = (),
+    grace_s: float = 5.0,
   ):
     """
     Args:
       name: name of the child in messages.
       log: file to which the child's output is appended.
+      log_bytes: approximate maximum size of this file, of which then only the end is kept; None for
+        no limit.
       remove: files and directories that the guard removes if this process dies.
       grace_s: seconds between SIGTERM and SIGKILL.
     """
-    self.name, self.log = name, log
+    self.name, self.log, self._log_bytes = name, log, log_bytes
     self._remove, self._grace_s = remove, grace_s
     self._guard: subprocess.Popen | None = None
     self._log_start = 0
@@ -53,7 +65,8 @@ class Child:
 
   @property
   def exit_code(self) -> int | None:
-    """Exit code of the command: 128 + N if signal N ended it, and 0 after an ordered stop.
+    """Exit code of the command. It is 128 + N if signal N ended the command, and 0 if a stop was
+    ordered.
 
     None while the command runs and before its start.
     """
@@ -93,6 +106,7 @@ class Child:
       str(GUARD),
       f'--log={self.log}',
       f'--grace_s={self._grace_s:g}',
+      *([f'--log_bytes={self._log_bytes}'] if self._log_bytes is not None else []),
       *orphaned,
     ]
     self._guard = subprocess.Popen(
@@ -112,7 +126,10 @@ class Child:
     if not self.log.exists():
       return []
     with self.log.open('rb') as file:
-      file.seek(max(self._log_start, self.log.stat().st_size - _TAIL_BYTES))
+      size = self.log.stat().st_size
+      # The beginning of the log has been removed.
+      start = self._log_start if self._log_start <= size else 0
+      file.seek(max(start, size - _TAIL_BYTES))
       lines = [line.strip() for line in file.read().decode(errors='replace').splitlines()]
     return [
       line for line in lines if line and (_NOT_STARTED in line or not line.startswith(_GUARD_SAYS))
@@ -126,6 +143,21 @@ class Child:
     if self._guard is not None:
       # Keep the pipe open: the guard would conclude from its closing that this process has died.
       self._guard.terminate()
+
+  async def wait(self) -> int:
+    """Returns the exit code when the command has ended by itself."""
+    assert self._guard is not None, 'not started'
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    process = os.pidfd_open(self._guard.pid)
+    loop.add_reader(process, ended.set)
+    try:
+      # The wait 'command' is bounded by the caller.
+      await ended.wait()
+    finally:
+      loop.remove_reader(process)
+      os.close(process)
+    return self._guard.wait(_REAP_S)
 
   async def stop(self, *, owner: str) -> None:
     """Ends the command and all processes that it started, and returns once they are gone.

@@ -1,15 +1,16 @@
 """Process guard: runs a command and ends all its processes when the owner is gone.
 
-  python guard.py --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] \\
-    -- COMMAND [ARGUMENT ...]
+  python guard.py --log=FILE [--log_bytes=N] [--remove_orphaned=PATH ...] [--grace_s=5] \\
+    [--channel] -- COMMAND [ARGUMENT ...]
 
 The guard is run by its file path, on Linux with Python 3.11 or later, and imports nothing of
 jaxrl_llm. The owner is the process that starts the guard. It starts the guard with
 `start_new_session=True` and, as stdin, a pipe whose write end only the owner has open. The owner
 orders a stop by closing the pipe or by dying. SIGTERM, SIGINT and SIGHUP also order a stop.
 COMMAND's output is appended to FILE, as is a line `guard: …` whenever the guard ends processes or
-removes a file. With --channel, the guard's stdout is a socket to the owner, and COMMAND uses this
-socket as stdin and stdout.
+removes a file. Once FILE is larger than N bytes, only its last N / 2 bytes are kept, after a line
+that says so; FILE may exceed N by what is written within `_TRIM_S` seconds. With --channel, the
+guard's stdout is a socket to the owner, and COMMAND uses this socket as stdin and stdout.
 
 Invariant: when the guard has ended, every process that COMMAND started is gone, even if it called
 setsid or ignored signals. A file in /dev/shm whose name matches `_NAMES` is gone, too, if the guard
@@ -63,9 +64,11 @@ before.
 _THRIFT = 125
 """Scans take at most 1 / _THRIFT of a core's time in the long run."""
 _CREDIT_S = 0.2
-"""CPU seconds by which scans may exceed the rate `1 / _THRIFT`, at the start and after pauses."""
+"""CPU seconds by which scans may exceed the rate `1 / _THRIFT` at the start and after pauses."""
 _VANISH_S = 30.0
 """Seconds to wait for processes to vanish after SIGKILL."""
+_TRIM_S = 0.1
+"""Seconds between checks of the log's size, if it is limited."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def _processes() -> Iterator[_Process]:
     try:
       with open(f'/proc/{pid}/stat', 'rb') as file:
         text = file.read().decode(errors='replace')
-    except OSError:  # The process has ended.
+    except OSError:  # The process has ended meanwhile.
       continue
     # A name may itself contain parentheses and spaces.
     name, rest = text.split('(', 1)[1].rsplit(')', 1)
@@ -139,7 +142,7 @@ def _used_by(pid: int) -> set[int]:
     with open(f'/proc/{pid}/maps', 'rb') as maps:
       used.update(map(int, _MAPPED.findall(maps.read())))
     for fd in os.listdir(f'/proc/{pid}/fd'):
-      with contextlib.suppress(OSError):  # Closed in the meantime.
+      with contextlib.suppress(OSError):  # The descriptor has been closed meanwhile.
         if os.readlink(f'/proc/{pid}/fd/{fd}').startswith(f'{_SHARED}/'):
           used.add(os.stat(f'/proc/{pid}/fd/{fd}').st_ino)
   return used
@@ -158,8 +161,8 @@ class _SharedMemory:
   def look(self, *, thorough: bool = False) -> float:
     """Records the files that the process tree uses now; returns the seconds until the next scan.
 
-    Processes are inspected only if there is a new file. Files that the tree did not use are checked
-    again periodically, or at once if `thorough` is set.
+    Inspecting processes is expensive: it happens if a new file has appeared, and otherwise only
+    periodically or if `thorough` is set.
     """
     began = time.process_time()
     self._credit = min(_CREDIT_S, self._credit + (time.monotonic() - self._credited) / _THRIFT)
@@ -250,17 +253,53 @@ def _ending(code: int) -> str:
   return f'by signal {next((member.name for member in signal.Signals if member == -code), -code)}'
 
 
-class Guard:
-  """Watches one command until its whole process tree is gone."""
+class _Log:
+  """The file to which COMMAND's output is appended."""
 
-  def __init__(
-    self, command: subprocess.Popen, signals: int, *, grace_s: float, say: Callable[[str], None]
-  ):
+  def __init__(self, path: str, limit: int | None):
+    """
+    Args:
+      limit: size in bytes above which the log is cut to its last `limit` / 2 bytes; None for no
+        limit.
+
+    Raises OSError if the file cannot be opened.
+    """
+    self.file: BinaryIO = open(path, 'a+b', buffering=0)
+    self.limit, self._removed = limit, 0
+
+  def say(self, text: str) -> None:
+    with contextlib.suppress(OSError):  # A full disk must not stop the guard.
+      self.file.write(f'guard: {text}\n'.encode(errors='replace'))
+
+  def trim(self) -> None:
+    """Removes the beginning of a log that is too large. Output written at the same moment may be
+    lost.
+    """
+    if self.limit is None:
+      return
+    with contextlib.suppress(OSError):
+      size = os.fstat(self.file.fileno()).st_size
+      if size <= self.limit:
+        return
+      self.file.seek(size - self.limit // 2)
+      tail = self.file.read(self.limit // 2)
+      tail = tail[tail.find(b'\n') + 1 :]
+      # Every writer has the file open for appending, so the next line goes to its new end.
+      os.ftruncate(self.file.fileno(), 0)
+      self._removed += size - len(tail)
+      self.say(f'removed about {self._removed} bytes of output before this line')
+      self.file.write(tail)
+
+
+class Guard:
+  """Watches one command until all of its processes have ended."""
+
+  def __init__(self, command: subprocess.Popen, signals: int, *, grace_s: float, log: _Log):
     self._command = command
     self._signals = signals
     self._sources = [signals, 0]
     self._grace_s = grace_s
-    self._say = say
+    self._log, self._say = log, log.say
     self._memory = _SharedMemory()
     self._order: str | None = None
     self.orphaned = False
@@ -281,10 +320,12 @@ class Guard:
       self._say(f'stopping, because the command ended {_ending(code)}')
     else:
       self._say(f'stopping, because {self._order or "the guard failed"}')
-      os.kill(self._command.pid, signal.SIGTERM)  # Its PID cannot be reused before it is reaped.
+      # The PID cannot be reused before the process is reaped.
+      os.kill(self._command.pid, signal.SIGTERM)
       self._wait_for_all(time.monotonic() + self._grace_s)
       self._memory.look(thorough=True)
     all_gone = self._kill_all()
+    self._log.trim()
     if code is None and self._command.returncode is not None:
       self._say(f'the command ended {_ending(self._command.returncode)}')
     self._memory.remove(self._say)
@@ -296,7 +337,14 @@ class Guard:
     """Waits at most `seconds` for a signal or the closing of the pipe, and records an order to
     stop.
     """
-    ready, _, _ = select.select(self._sources, [], [], max(0.0, seconds))
+    deadline = time.monotonic() + seconds
+    while True:
+      left = max(0.0, deadline - time.monotonic())
+      most = left if self._log.limit is None else min(left, _TRIM_S)
+      ready, _, _ = select.select(self._sources, [], [], most)
+      self._log.trim()
+      if ready or most == left:
+        break
     if self._signals in ready:
       for number in os.read(self._signals, 4096):
         if number in _STOPS:
@@ -345,6 +393,13 @@ class Guard:
     return not self._children
 
 
+def _bytes(text: str) -> int:
+  value = int(text)
+  if value < 1000:
+    raise ValueError
+  return value
+
+
 def _seconds(text: str) -> float:
   value = float(text)
   if not 0 <= value < float('inf'):
@@ -352,16 +407,8 @@ def _seconds(text: str) -> float:
   return value
 
 
-def _sayer(log: BinaryIO) -> Callable[[str], None]:
-  def say(text: str) -> None:
-    with contextlib.suppress(OSError):  # A full disk must not stop the guard.
-      log.write(f'guard: {text}\n'.encode(errors='replace'))
-
-  return say
-
-
 def _complain(text: str) -> None:
-  with contextlib.suppress(OSError):  # The reader may be gone.
+  with contextlib.suppress(OSError):  # The reader may have exited.
     os.write(2, f'guard: {text}\n'.encode(errors='replace'))
 
 
@@ -370,11 +417,14 @@ def main(argv: Sequence[str]) -> int:
   parser = argparse.ArgumentParser(
     prog='guard.py',
     usage=(
-      '%(prog)s --log=FILE [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] -- COMMAND '
-      '[ARGUMENT ...]'
+      '%(prog)s --log=FILE [--log_bytes=N] [--remove_orphaned=PATH ...] [--grace_s=5] [--channel] '
+      '-- COMMAND [ARGUMENT ...]'
     ),
   )
   parser.add_argument('--log', required=True, help="File to which COMMAND's output is appended.")
+  parser.add_argument(
+    '--log_bytes', type=_bytes, help='Size from which on only the end of the log is kept.'
+  )
   parser.add_argument(
     '--remove_orphaned',
     action='append',
@@ -393,19 +443,17 @@ def main(argv: Sequence[str]) -> int:
     parser.error('no COMMAND after --')
   if sys.stdin is None:
     parser.error('stdin is closed; wanted a pipe whose write end the owner holds')
-  signals = _signal_source()  # Before COMMAND starts, so that no signal is lost.
+  signals = _signal_source()  # Opened before COMMAND starts, so that no signal is lost.
   try:
-    log = open(options.log, 'ab', buffering=0)
+    log = _Log(options.log, options.log_bytes)
   except OSError as error:
     parser.error(f'--log={options.log}: {error.strerror}')
-  say = _sayer(log)
   try:
-    guard = Guard(
-      _start(command, log, channel=options.channel), signals, grace_s=options.grace_s, say=say
-    )
+    command_process = _start(command, log.file, channel=options.channel)
+    guard = Guard(command_process, signals, grace_s=options.grace_s, log=log)
   except (OSError, subprocess.SubprocessError) as error:
     reason = f'{command[0]} cannot be started: {getattr(error, "strerror", None) or error}'
-    say(reason)
+    log.say(reason)
     _complain(reason)
     return 127
   try:
@@ -414,7 +462,7 @@ def main(argv: Sequence[str]) -> int:
     code = guard.end()
   if guard.orphaned:
     for path in options.remove_orphaned:
-      _remove(path, say)
+      _remove(path, log.say)
   return code
 
 

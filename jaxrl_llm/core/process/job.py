@@ -60,9 +60,7 @@ class JobDescription:
 
 
 class _Given(NamedTuple):
-  """Value that a flag or variable gives for a part of the job's description, and the name of the
-  flag or variable.
-  """
+  """Value of a fact about the job, and the name of the flag or variable that gives it."""
 
   source: str
   value: Any
@@ -128,7 +126,8 @@ def describe(
 
 
 def unjoined(environment: Mapping[str, str]) -> str | None:
-  """Returns a message if a process that trains alone was perhaps meant to join a job, else None.
+  """Returns a message if this process trains alone but was perhaps meant to join a job, otherwise
+  None.
 
   Args:
     environment: variables of the process, for which `describe` returns None.
@@ -157,7 +156,7 @@ def outside(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_place(name: str) -> bool:
-  """Whether the variable gives a process its place in a job."""
+  """Returns whether the variable gives a process its place in a job."""
   return name in _PLACES or name.startswith(_PREFIXES)
 
 
@@ -263,7 +262,7 @@ def _open_mpi(environment: Mapping[str, str], has_mpi4py: bool) -> _Place | None
 
 
 def _mpich(environment: Mapping[str, str], has_mpi4py: bool) -> _Place | None:
-  # PMI_RANK alone does not mean MPICH, since `srun --mpi=pmi2` sets it, too.
+  # PMI_RANK alone does not identify MPICH, because `srun --mpi=pmi2` sets it as well.
   if 'MPI_LOCALNRANKS' not in environment or 'PMI_RANK' not in environment:
     return None
   count, index, local_index, local_count = _group(
@@ -285,7 +284,7 @@ def _slurm(environment: Mapping[str, str]) -> _Place | None:
   # no step, or in a step of a single task.
   if 'SLURM_STEP_NODELIST' not in environment:
     return None
-  # In a shell of salloc, SLURM_NTASKS is the number of tasks of the whole job, not of the step.
+  # In a shell of salloc, SLURM_NTASKS is the number of tasks of the job, not of the step.
   tasks = 'SLURM_STEP_NUM_TASKS' if 'SLURM_STEP_NUM_TASKS' in environment else 'SLURM_NTASKS'
   if environment.get(tasks) == '1':
     return _Place(source='Slurm', processes=1, process=0, method='slurm')

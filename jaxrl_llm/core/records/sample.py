@@ -37,13 +37,19 @@ class Role(enum.IntEnum):
 
 class Finish(enum.StrEnum):
   """Reason why a generation ended: a stop token, its length limit, detected repetition (see
-  `rollout.repetition`), or an abort.
+  `rollout.repetition`), or an abort. A trajectory may also end at its maximum number of steps.
   """
 
   STOP = 'stop'
   LENGTH = 'length'
   REPETITION = 'repetition'
+  STEPS = 'steps'
   ABORT = 'abort'
+
+  @property
+  def is_truncated(self) -> bool:
+    """Whether a limit of the run, on tokens or on steps, ended the generation."""
+    return self in (Finish.LENGTH, Finish.STEPS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,16 +68,21 @@ class Sample:
   """One token sequence. All per-token arrays have the length of `tokens`."""
 
   uid: str
-  """`<stage>/<task uid>/<visit>/<sample index>`: the same in every attempt of a run."""
+  """`<stage>/<task uid>/<visit>/<sample index>`: the same in every attempt of a run. In later steps
+  of a trajectory, the step's index follows.
+  """
   task_id: str
   visit: int
-  """Number of times that the task was drawn before in this run."""
+  """Number of times that this run drew the task before."""
   sample_index: int
-  """Index of the sample within its group, from 0."""
+  """Index of the sample's trajectory within its group, from 0."""
   group_id: str
   """Identifier of the group; samples with equal group_id share a baseline."""
   trajectory_id: str
+  """Identifier of the trajectory, whose steps are one sample each. It is the uid of the first step.
+  """
   step_index: int = 0
+  """Index of the sample in its trajectory, from 0."""
   taskset: str
   domain: str
   source: Source
@@ -123,6 +134,11 @@ class Sample:
   @property
   def response_len(self) -> int:
     return len(self.tokens) - self.prompt_len
+
+
+def step_uid(trajectory: str, step: int) -> str:
+  """Returns the uid of a step of a trajectory. The first step has the uid of the trajectory."""
+  return f'{trajectory}/{step}' if step else trajectory
 
 
 def media_of(task: Task) -> tuple[dict[str, Json], ...]:

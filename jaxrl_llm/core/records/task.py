@@ -13,7 +13,7 @@ from jaxrl_llm.core.types import Json
 Message = Mapping[str, str]
 """{'role': 'system' | 'user' | 'assistant' | 'tool', 'content': text}, as in chat templates."""
 ChatMessage = Mapping[str, Json]
-"""A message that may also have tool calls, reasoning and whatever else a chat template reads."""
+"""A message that may also have tool calls, reasoning and other keys that a chat template reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,9 @@ def prompt_digest(prompt: tuple[Message, ...], media: tuple[Media, ...] = ()) ->
 
 
 def is_held_out(digest: str, holdout: float) -> bool:
-  """Returns whether a digest is among the fraction `holdout`, in [0, 1), of all digests."""
+  """Returns whether a digest belongs to the held-out fraction `holdout`, in [0, 1), of all
+  digests.
+  """
   return int(digest, 16) < holdout * 16 ** len(digest)
 
 

@@ -1,7 +1,7 @@
 """Batch policies: rules that decide which of the started groups form the next batch.
 
 `in_order` takes groups in the order in which they started, and waits for them. The composition of a
-batch then does not depend on how long its answers take. `complete_first` takes groups that have
+batch is then independent of the time that its answers take. `complete_first` takes groups that have
 finished. The trainer waits less, but early batches contain more short answers
 (docs/guides/staleness.md measures this), and timing decides which groups form a batch.
 

@@ -1,4 +1,4 @@
-"""Settings with which the explorer collects the rollouts of a stage."""
+"""Configuration of the explorer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.past import Past
 from jaxrl_llm.master.exploring.processors import Processor
 from jaxrl_llm.master.exploring.selection import SelectionConfig
+from jaxrl_llm.master.exploring.verifying import ModelProcessor
 from jaxrl_llm.rollout.api import Sampling
 
 
@@ -32,7 +33,9 @@ class ExplorerConfig:
   groups_per_batch: int
   """Number of new groups per batch, one per task."""
   group_size: int = 8
-  """Number of samples per task."""
+  """Number of trajectories per task."""
+  max_steps: int = 1
+  """Maximum number of steps of a trajectory, each of which is a sample."""
   bound: int = 0
   """Maximum staleness in batches: the number of batches between the weights that generate a group
   and the weights that the group updates. See `Gate`.
@@ -42,7 +45,7 @@ class ExplorerConfig:
   batches: int | None = None
   """Number of batches in the stage. If None, the number is unlimited."""
   sampling: Sampling = Sampling()
-  processors: tuple[tuple[str, Processor], ...] = ()
+  processors: tuple[tuple[str, Processor | ModelProcessor], ...] = ()
   """(name, processor) pairs. The processors run on each finished group, in this order."""
   selection: SelectionConfig = SelectionConfig()
   """Rule that selects the samples of a group to train on."""
@@ -53,8 +56,8 @@ class ExplorerConfig:
   past: Past | None = None
   """Rule that adds groups of earlier batches to each batch. If None, none are added."""
   max_dropped_groups: int = 100
-  """Maximum number of groups that may be dropped while one batch is collected, whatever the reason.
-  The run fails when one more is dropped.
+  """Maximum number of groups that may be dropped while one batch is collected, for any reason. If
+  one more is dropped, the run fails.
   """
   limits: TaskLimits = TaskLimits()
   collect_deadline_s: float = 3600.0

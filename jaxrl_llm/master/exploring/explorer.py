@@ -1,18 +1,20 @@
-"""Explorer: draws tasks, has a group of samples generated and scored for each, and forms batches.
+"""Explorer: draws tasks, has a group of samples generated and scored for each task, and forms
+batches.
 
 The gate (`Gate`) decides when a group may start. Only the explorer draws a stage's tasks, admits
 its groups to batches and changes its samples in the store. It therefore also keeps the state that
 these actions share and that a resumed run needs.
 
-Invariant: every sample is recorded in the store when its group starts (it is issued), and ends
-either admitted to a batch or dropped with a reason. The content of a batch depends on which groups
-started and how they were scored, but, with the batch policy 'in_order', not on which of them
-finished first.
+Invariant: every trajectory is recorded in the store when its group starts (its first step is
+issued), and its further steps when they arrive. Each of these samples ends either admitted to a
+batch or dropped with a reason. The content of a batch depends on which groups started and how they
+were scored, but, with the batch policy 'in_order', not on which of them finished first.
 
 If the gate's bound is above 0, groups may be in progress when the run commits, and the committed
 state lists them. A resumed explorer reads the finished ones from the store and runs the others
 again. With partial rollouts, the state also lists the parked groups, which continue from their
-stored spans (see `partial`).
+stored spans (see `partial`). Groups that wait for delayed rewards survive a crash even if they
+began to wait after the commit (see `awaiting`).
 """
 
 from __future__ import annotations
@@ -21,29 +23,46 @@ import asyncio
 import collections
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from absl import logging
 
 from jaxrl_llm.core.errors import RunError, first_cause
 from jaxrl_llm.core.records.span import Span
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.waits import IdleClock, bounded
+from jaxrl_llm.master.exploring.awaiting import POLL_S, TOO_LATE, Awaiting, store_verdicts
 from jaxrl_llm.master.exploring.batch_policy import POLICIES, batches_ahead, passed_over
 from jaxrl_llm.master.exploring.config import ExplorerConfig
-from jaxrl_llm.master.exploring.finished import finish, why_dropped
+from jaxrl_llm.master.exploring.finished import (
+  finish,
+  scorable_of,
+  store_samples,
+  why_dropped,
+)
 from jaxrl_llm.master.exploring.gate import Gate
 from jaxrl_llm.master.exploring.partial import GroupCut
-from jaxrl_llm.master.exploring.recall import recall
+from jaxrl_llm.master.exploring.processors import Processed, Processor, process_asking
+from jaxrl_llm.master.exploring.recall import read_members, recall
 from jaxrl_llm.master.exploring.runner import GroupExpired, GroupRunner
 from jaxrl_llm.master.exploring.scheduling import Immediate, Rounds, Scheduler
 from jaxrl_llm.master.exploring.selection import Experience, sampled_tokens
-from jaxrl_llm.master.exploring.started import StartedGroup, StartedGroups
+from jaxrl_llm.master.exploring.started import StartedGroup, StartedGroups, Waiting
+from jaxrl_llm.master.exploring.verifying import Asking, ModelProcessor
 from jaxrl_llm.master.exploring.waves import Waves
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
-from jaxrl_llm.replay.tables import Issue, State
+from jaxrl_llm.replay.tables import AWAITED, Issue, State
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
+
+SPLIT = 'split_trajectories'
+"""Name of the counter of trajectories of several steps in a batch. The counter is absent if the run
+does not permit several steps.
+"""
+_MAX_FAILURES = 60
+"""Number of consecutive failures to read the inbox after which the run ends."""
 
 
 class NothingToLearn(RunError):
@@ -51,10 +70,10 @@ class NothingToLearn(RunError):
 
 
 class Drawn(NamedTuple):
-  """A complete batch."""
+  """A complete batch, as `Explorer.next` returns it."""
 
   chosen: list[Experience]
-  """Samples of the new groups, followed by those of groups from earlier batches. A sample in
+  """Trajectories of the new groups, followed by those of groups from earlier batches. A sample in
   several preference pairs occurs once per pair.
   """
   places: dict[str, Ref]
@@ -66,7 +85,7 @@ class Drawn(NamedTuple):
 
 
 class Explorer:
-  """Starts groups as the gate admits them, and forms batches of the groups that have finished."""
+  """Starts groups when the gate admits them, and forms batches from finished groups."""
 
   def __init__(
     self,
@@ -80,8 +99,17 @@ class Explorer:
     self._config, self._runner, self._sampler, self._store = config, runner, sampler, store
     self._groups = StartedGroups()
     self._waves: Waves | None = None
-    """The scheduler if groups start in waves, else None."""
+    """Scheduler if groups start in waves, otherwise None."""
     self._scheduler: Scheduler = Immediate()
+    self._awaiting: Awaiting | None = None
+    """Groups that wait for delayed rewards; None if the run has no delayed scorer."""
+    if runner.scorers.delayed:
+      self._scheduler = self._awaiting = Awaiting(
+        self._groups,
+        runner.scorers,
+        store,
+        newest=lambda: self._config.first_step + self._gate.last_batch,
+      )
     spare = 0
     if config.partial is not None:
       most = config.partial.max_groups(config.groups_per_batch, config.bound)
@@ -124,15 +152,19 @@ class Explorer:
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
     self._running: asyncio.Task | None = None
+    self._asking: list[tuple[str, Processor | Asking]] = []
+    """(name, processor) pairs. Processors that ask a model have been opened."""
     self._completed = self._now()
     """State as of the last completed batch."""
 
   @property
   def clock_decisions(self) -> int:
-    """Number of decisions that a clock has made: group runs that a time limit has ended, and groups
-    that a batch has passed over because later groups had finished first.
+    """Number of decisions that a clock has made: group runs that a time limit has ended, groups
+    that a batch has passed over because later groups had finished first, and groups whose delayed
+    rewards have arrived or come too late.
     """
-    return self._runner.clock_decisions + self._passed_over
+    waited = self._awaiting.decisions if self._awaiting is not None else 0
+    return self._runner.clock_decisions + self._passed_over + waited
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
@@ -145,6 +177,8 @@ class Explorer:
     self._clock = IdleClock()
     for uid, count in (await asyncio.to_thread(self._earlier_visits)).items():
       self._visits[_prompt(uid)] = max(count, self._visits.get(_prompt(uid), 0))
+    models = contextlib.AsyncExitStack()
+    await self._open_processors(models)
     self._running = asyncio.create_task(self._explore())
     try:
       yield
@@ -152,21 +186,45 @@ class Explorer:
       self._running.cancel()
       await asyncio.gather(self._running, return_exceptions=True)
       self._running = None
+      await models.aclose()
+      for group in self._groups.all:
+        self._tokens['dropped'] += sampled_tokens(group.stored)
+        self._discard(group, 0)
       unfinished_groups = {group.name for group in self._groups.all} | self._returned
-      # Among samples of earlier attempts, only partial ones can be unfinished.
+      if self._awaiting is not None:
+        unfinished_groups |= self._awaiting.kept(self._config.stage)
+      # Only these samples of earlier attempts can be unfinished.
       live = [
         entry
         for entry in self._store.live()
-        if entry.attempt == self._store.attempt or entry.state == State.PARTIAL
+        if entry.attempt == self._store.attempt or entry.state in (State.PARTIAL, State.AWAITING)
       ]
       unfinished = [entry for entry in live if entry.group_id in unfinished_groups]
       self._writer.drop([entry.uid for entry in unfinished], 'given up')
       for group in dict.fromkeys(entry.group_id for entry in unfinished):
         self._events.message(Edge.DROP, group=group, reason='given up')
 
+  async def _open_processors(self, models: contextlib.AsyncExitStack) -> None:
+    """Opens the processors that ask a model, and their journals in the store."""
+    self._asking = []
+    for name, processor in self._config.processors:
+      if isinstance(processor, ModelProcessor):
+        journal = self._store.directory / 'judged' / f'{self._config.stage}-{name}.jsonl'
+        processor = await models.enter_async_context(processor.open(journal))
+      self._asking.append((name, processor))
+
+  async def _process(self, members: Sequence[Experience]) -> Processed | None:
+    """Runs the processors if any of them asks a model, otherwise returns None. Processors that ask
+    no model run without waiting when the group is finished.
+    """
+    processors = [processor for _, processor in self._config.processors]
+    if not any(isinstance(processor, ModelProcessor) for processor in processors):
+      return None
+    return await process_asking(self._asking, scorable_of(members), self._writer.step)
+
   def _earlier_visits(self) -> dict[str, int]:
-    """Returns the number of times that each task was drawn, in earlier stages and in this stage
-    before it started its data again, keyed by task uid.
+    """Returns the number of times that each task was drawn, keyed by task uid: in earlier stages,
+    and in this stage before a branch reset its position in the data.
     """
     config, visits = self._config, {}
     if config.earlier:
@@ -186,7 +244,7 @@ class Explorer:
     self._writer, self._returned = self._store.at(step), set()
     self._give_up_surplus()
     self._scheduler.begin_batch()
-    self._progress.set()  # The last batch has made room, and the parked groups are queued.
+    self._progress.set()  # The last batch freed capacity, and parked groups are queued.
     self._sampler.advance(served)
     self._gate.advance(served)
 
@@ -204,7 +262,7 @@ class Explorer:
       )
       counts['past_groups'] = len(groups)
     asked = self._events.request(Edge.FETCH, source='rollouts')
-    uids = [*dict.fromkeys(choice.sample.uid for choice in chosen)]
+    uids = [*dict.fromkeys(step.uid for choice in chosen for step in choice.steps)]
     places = await asyncio.to_thread(self._writer.seal, uids)
     self._events.reply(asked, count=len(places))
     return Drawn(chosen, places, counts)
@@ -214,7 +272,8 @@ class Explorer:
     counters of what happened meanwhile.
 
     Raises:
-      WaitExpired: the groups did not finish within `collect_deadline_s`.
+      WaitExpired: the groups did not finish within `collect_deadline_s`, extended by the maximum
+        wait for delayed rewards (`max_age_hours`) if the run has any.
       NothingToLearn: more than `max_dropped_groups` groups were dropped.
       Exception: the engine or a scorer failed; its error is raised here.
     """
@@ -227,13 +286,14 @@ class Explorer:
           f'{self._config.groups_per_batch} groups of stage {self._config.stage} from the engine '
           'and the scorers (rollout.collect_deadline_s)'
         ),
-        deadline_s=self._config.collect_deadline_s,
+        deadline_s=self._config.collect_deadline_s
+        + (self._awaiting.max_age_s if self._awaiting is not None else 0),
       )
     )
     try:
-      # The wait 'collect' is bounded by `collect_deadline_s`, through `ready`.
+      # The wait 'collect' is bounded: `ready` completes within `collect_deadline_s`.
       await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
-      # The wait 'collect' is over already, since the awaited task is done.
+      # The wait 'collect' is over already, because the awaited task is done.
       await (ready if ready.done() else self._running)
     finally:
       ready.cancel()  # This has no effect if `ready` is done.
@@ -248,6 +308,8 @@ class Explorer:
     self._scheduler.close_batch()
     self._report_outcomes(numbers[-1])
     batch = [member for group in groups for member in group.chosen]
+    if self._config.max_steps > 1:
+      self._counts[SPLIT] = sum(len(member.steps) > 1 for member in batch)
     self._tokens['trained'] += sampled_tokens(batch)
     self._scoring_s += max(group.scored for group in groups) - max(
       group.rolled_out for group in groups
@@ -259,6 +321,9 @@ class Explorer:
       for name in ('cut', 'continued', 'returned'):  # These keys are always present.
         self._counts[f'partial/{name}'] += 0
       self._counts['partial/open'] = len(self._groups.parked)
+    if self._awaiting is not None:
+      self._counts['awaiting/joined'] += 0
+      self._counts['awaiting/open'] = len(self._groups.awaiting)
     counts, self._counts = dict(self._counts), collections.Counter()
     return batch, counts
 
@@ -279,15 +344,19 @@ class Explorer:
 
   def _report_outcomes(self, last: int) -> None:
     """Reports the outcomes of the groups with numbers up to `last` to the task sampler, in order of
-    number. With partial rollouts or a batch policy other than 'in_order', batches do not take
-    groups in order of start, so the outcomes of all groups that are in a batch or dropped are
-    reported instead.
+    number. With partial rollouts, delayed rewards or a batch policy other than 'in_order', batches
+    do not take groups in order of start, so the outcomes of all groups that are in a batch or
+    dropped are reported instead.
 
     If the gate's bound is 0, the sampler has drawn all tasks of this batch and none of the next, so
     its choices do not depend on timing. If the bound is larger, they may: the replacement of a
     dropped group of a later batch may be drawn before or after this report.
     """
-    in_order = self._config.partial is None and self._config.batch_policy == 'in_order'
+    in_order = (
+      self._config.partial is None
+      and self._awaiting is None
+      and self._config.batch_policy == 'in_order'
+    )
     for number in sorted(self._outcomes):
       if number <= last if in_order else number not in self._groups:
         self._sampler.feedback(*self._outcomes.pop(number))
@@ -304,7 +373,7 @@ class Explorer:
     if surplus := self._gate.surplus:
       newest = [candidate.number for candidate in self._groups.candidates][-surplus:]
       for number in newest:
-        self._outcomes.pop(number, None)  # No batch hands it to the sampler.
+        self._outcomes.pop(number, None)  # No batch will report it to the sampler.
         self._gate.drop()
       self._abandon(newest)
 
@@ -312,11 +381,14 @@ class Explorer:
     """Drops groups that no batch will train on. Returns the number of their samples that were
     dropped in the store. A group that has not run yet has no samples there.
     """
-    live = {entry.uid for entry in self._store.live()} if numbers else set()
+    live: dict[str, list[str]] = {}
+    for entry in self._store.live() if numbers else ():
+      live.setdefault(entry.group_id, []).append(entry.uid)
     dropped = 0
     for group in self._groups.take(numbers):
-      self._tokens['dropped'] += sampled_tokens(group.chosen or [])
-      uids = [uid for uid in group.uids if uid in live]
+      self._tokens['dropped'] += sampled_tokens(group.stored)
+      self._discard(group, 0)
+      uids = live.get(group.name, [])
       self._writer.drop(uids, 'given up')
       dropped += len(uids)
       self._events.message(Edge.DROP, group=group.name, reason='given up')
@@ -341,25 +413,81 @@ class Explorer:
     try:
       async with asyncio.TaskGroup() as groups:
         await self._gate.opened()
+        if self._awaiting is not None:
+          self._adopt(self._groups.running)
+          groups.create_task(self._watch_inbox(self._awaiting))
         self._issue(self._unknown())
         self._start(groups, self._groups.running)
         while True:
           admitted = await self._gate.admit()
           parked, count = self._scheduler.next(admitted)
           self._gate.unpark(len(parked))
-          self._start(groups, self._groups.proceed(parked, self._gate.last_batch))
-          if parked:
-            self._counts['partial/continued'] += len(parked)
-          new = self._groups.start(self._draw, count)
+          again = self._groups.proceed(parked, self._gate.last_batch)
+          if self._awaiting is not None:
+            for group in again:
+              self._join(self._awaiting, group)
+          elif again:
+            self._start(groups, again)
+            self._counts['partial/continued'] += len(again)
+          new = self._adopt(self._groups.start(self._draw, count))
           self._issue(new)
           self._start(groups, new)
           if unused := admitted - len(parked) - count:
             self._gate.give_back(unused)
             self._progress.clear()
-            # The wait 'collect' is bounded by the loop, which cancels this task.
+            # The wait 'collect' is bounded: the loop cancels this task.
             await self._progress.wait()
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
+
+  async def _watch_inbox(self, awaiting: Awaiting) -> None:
+    """Processes delayed rewards as they arrive, and drops groups that have waited too long."""
+    failures = 0
+    while True:
+      try:
+        late, failures = awaiting.update(await awaiting.verdicts()), 0
+      except RunError as error:
+        late, failures = [], failures + 1
+        if failures == _MAX_FAILURES:
+          raise
+        logging.log_first_n(logging.WARNING, '%s', 5, error)
+      for group in late:
+        self._writer.drop(group.uids, TOO_LATE)
+        self._counts[f'dropped/{TOO_LATE.replace(" ", "_")}'] += group.size
+        self._tokens['dropped'] += sampled_tokens(group.stored)
+        self._drop_group(group, TOO_LATE, f'its rewards were not complete within {awaiting.limits}')
+      self._progress.set()
+      await asyncio.sleep(POLL_S)
+
+  def _await_rewards(self, group: StartedGroup, waiting: Waiting) -> None:
+    """Stores the samples of a group, and parks the group until its delayed rewards are complete."""
+    asked = self._events.request(Edge.STORE, group=group.name, count=len(waiting.members))
+    with self._store.transaction():
+      store_samples(self._writer, waiting.members)
+      texts = {member.sample.uid: member.completion for member in waiting.members}
+      self._writer.wait_for_rewards(texts, waiting.awaited)
+    self._events.reply(asked, admitted=0)
+    group.waiting, group.is_parked = waiting, True
+    self._gate.park()
+    self._progress.set()
+
+  def _adopt(self, groups: Sequence[StartedGroup]) -> list[StartedGroup]:
+    """Finds groups whose samples already wait for rewards in the store, because a crash has undone
+    the run's progress since, and parks these groups. Returns the other groups.
+    """
+    kept = self._awaiting.kept(self._config.stage) if self._awaiting is not None else set()
+    for group in groups:
+      if group.name in kept:
+        group.waiting, group.is_parked = self._read_waiting(group.uids), True
+        self._tokens['sampled'] += sampled_tokens(group.stored)
+        self._gate.park()
+    return [group for group in groups if not group.is_parked]
+
+  def _join(self, awaiting: Awaiting, group: StartedGroup) -> None:
+    """Finishes a group whose delayed rewards are complete, so that a batch can contain it."""
+    self._counts['awaiting/joined'] += 1
+    members = awaiting.take(group)
+    self._finish(group, members, lambda: store_verdicts(self._writer, group, members))
 
   def _draw(self, number: int) -> StartedGroup:
     task, visit = self._sampler.next()
@@ -371,13 +499,13 @@ class Explorer:
     return StartedGroup(stage=stage, number=number, task=task, visit=visit, size=size, **fields)
 
   async def _place(self, waves: Waves, number: int) -> bool:
-    """Waits until it is certain whether the batch takes this group, whose samples are finished.
-    Returns whether it does.
+    """Waits until it is known whether the batch will contain this group, whose samples are
+    finished. Returns whether it will.
     """
     waves.finish()
     while (taken := waves.takes(number)) is None:
       self._progress.clear()
-      # The wait 'collect' is bounded by the loop, which cancels this task.
+      # The wait 'collect' is bounded: the loop cancels this task.
       await self._progress.wait()
     return taken
 
@@ -408,20 +536,24 @@ class Explorer:
     return seconds
 
   def take_tokens(self) -> dict[str, int]:
-    """Returns what became of the sampled tokens since the previous call, as numbers of tokens. The
-    tokens of a sample are counted when it has finished and is stored. Tokens that were discarded,
-    and spans of parked groups, are not counted.
+    """Returns the numbers of tokens sampled since the previous call, keyed by their fate. The
+    tokens of a sample are counted when it has finished and is stored.
 
-    sampled: tokens of stored samples; trained: tokens that joined batches; dropped: tokens that no
-    batch will contain; waiting: tokens in finished groups that wait for a batch now. Summed over
-    all calls, sampled = trained + dropped, plus the newest value of waiting. The sum begins anew in
-    a branch with an empty store, which generates the parent's waiting groups again.
+    sampled: tokens of stored samples; trained: tokens that joined batches; dropped: tokens of
+    stored samples that no batch will contain; discarded: tokens that no sample contains, such as
+    those of groups that took too long; waiting: tokens in finished groups that wait for a batch
+    now, and in groups that wait for delayed rewards; partial: tokens in the spans of groups that
+    wait to be continued now. Summed over all calls, sampled = trained + dropped + the newest value
+    of waiting. In a branch with an empty store, which generates the parent's waiting groups again,
+    the sums restart.
     """
-    waiting = [group.chosen for group in self._groups.finished]
+    groups = self._groups.all if self._running is not None else []
+    waiting = [group.stored for group in groups]
     tokens, self._tokens = self._tokens, collections.Counter()
     return {
-      **{name: tokens[name] for name in ('sampled', 'trained', 'dropped')},
+      **{name: tokens[name] for name in ('sampled', 'trained', 'dropped', 'discarded')},
       'waiting': sum(map(sampled_tokens, waiting)),
+      'partial': sum(group.partial_tokens for group in groups),
     }
 
   def take_idle(self) -> float:
@@ -459,16 +591,32 @@ class Explorer:
     self._groups.restore(
       flight,
       lambda number, task, visit: self._new_group(number, self._sampler.task(task), visit),
-      self._recall,
+      lambda group: self._recall(self._store.members(group)),
+      self._read_waiting,
     )
     if 'waves' in flight:
       self._scheduler.restore(flight['waves'])
     self._completed = state
 
   def _recall(self, uids: Sequence[str]) -> list[Experience]:
-    """Reads samples from the store, and returns those that were selected for training."""
+    """Reads the samples of whole groups from the store, and returns the trajectories that were
+    selected for training.
+    """
     text, rewards = self._runner.workflow.text, self._runner.scorers.config
     return recall(self._store, uids, tasks=self._sampler.task, text=text, rewards=rewards)
+
+  def _read_waiting(self, uids: Sequence[str]) -> Waiting | None:
+    """Reads from the store the samples of a group that waits for delayed rewards. Returns None if
+    the run has no delayed scorer, or if the store has no such samples, as in a branch with a new
+    store.
+    """
+    if self._awaiting is None or not self._store.derived(uids[:1], AWAITED):
+      return None
+    text, rewards = self._runner.workflow.text, self._runner.scorers.config
+    members = read_members(
+      self._store, uids, {}, tasks=self._sampler.task, text=text, rewards=rewards
+    )
+    return self._awaiting.restore(uids, members)
 
   async def _run(self, group: StartedGroup) -> None:
     """Runs one group from rollout to admission, or drops it if it exceeds its time limits."""
@@ -479,6 +627,7 @@ class Explorer:
       try:
         spans = await self._spans(group)
         judged = await self._runner.run(group.name, group.task, group.visit, spans, placed=placed)
+        processed = await self._process(judged.members)
       except GroupCut as cut:
         self._park(group, cut.spans)
         return
@@ -486,7 +635,7 @@ class Explorer:
         self._give_up(group, str(expired))
         return
     group.rolled_out, group.scored = judged.rolled_out, judged.scored
-    self._admit(group, judged.members)
+    self._admit(group, judged.members, processed)
 
   async def _spans(self, group: StartedGroup) -> list[list[Span]]:
     """Returns the spans (runs of tokens) that earlier batches generated for each sample of a group.
@@ -501,6 +650,9 @@ class Explorer:
     batch continues it.
     """
     uids = group.uids
+    stored = group.partial_tokens + sum(len(span.tokens) for span in spans.values())
+    self._discard(group, stored)
+    group.partial_tokens = stored
     self._writer.extend({uids[index]: span for index, span in spans.items()})
     group.is_parked = True
     self._counts['partial/cut' if spans else 'partial/returned'] += 1
@@ -508,6 +660,7 @@ class Explorer:
     self._progress.set()
 
   def _give_up(self, group: StartedGroup, reason: str) -> None:
+    self._discard(group, 0)
     self._writer.drop(group.uids, reason)
     self._counts[f'dropped/{reason}'] += group.size
     limits = self._config.limits
@@ -516,17 +669,51 @@ class Explorer:
     )
     self._progress.set()
 
-  def _admit(self, group: StartedGroup, members: list[Experience]) -> None:
-    """Stores a finished group, and drops it if none of its samples is trained on."""
+  def _admit(
+    self, group: StartedGroup, members: list[Experience], processed: Processed | None
+  ) -> None:
+    """Stores a group whose samples are generated. Then finishes the group unless it waits for
+    rewards.
+
+    Args:
+      processed: result of the processors. If None, they run when the group is finished.
+    """
+    self._discard(group, sampled_tokens(members))
+    self._tokens['sampled'] += sampled_tokens(members)
+    if self._awaiting is not None and (waiting := self._awaiting.wait_of(members)) is not None:
+      self._await_rewards(group, waiting)
+      return
+    self._finish(group, members, lambda: store_samples(self._writer, members), processed)
+
+  def _finish(
+    self,
+    group: StartedGroup,
+    members: list[Experience],
+    store: Callable[[], None],
+    processed: Processed | None = None,
+  ) -> None:
+    """Admits a group that has its final rewards, or drops it if none of its samples will be trained
+    on.
+
+    Args:
+      store: writes those samples and scores to the store that it does not contain yet.
+      processed: result of the processors. If None, they run now.
+    """
     config = self._config
-    finished = finish(config, members, self._runner.scorers.config, step=self._writer.step)
+    finished = finish(
+      config,
+      members,
+      self._runner.scorers.config,
+      step=self._writer.step,
+      processed=processed,
+    )
     if finished.outcome is not None:
       self._outcomes[group.number] = finished.outcome
-    self._tokens['sampled'] += sampled_tokens(members)
     self._tokens['dropped'] += sampled_tokens(members) - sampled_tokens(finished.chosen)
     asked = self._events.request(Edge.STORE, group=group.name, count=len(members))
     with self._store.transaction():
-      finished.store(self._writer)
+      store()
+      finished.settle(self._writer)
     self._events.reply(asked, admitted=len(finished.uids))
     self._counts.update(
       {f'dropped/{reason}': len(uids) for reason, uids in finished.dropped.items()}
@@ -539,6 +726,17 @@ class Explorer:
       self._drop_group(group, reason, why_dropped(finished, config))
     self._progress.set()
 
+  def _discard(self, group: StartedGroup, kept: int) -> None:
+    """Counts the tokens that were generated for a group but not kept as discarded.
+
+    Args:
+      kept: number of the group's tokens that are kept, in samples or as spans.
+    """
+    if self._runner.take_tokens is not None and not group.is_finished:
+      generated = group.partial_tokens + self._runner.take_tokens(group.name)
+      self._tokens['discarded'] += generated - kept
+      group.partial_tokens = 0
+
   def _drop_group(self, group: StartedGroup, reason: str, why: str) -> None:
     self._groups.take([group.number])
     self._events.message(Edge.DROP, group=group.name, reason=reason)
@@ -549,11 +747,12 @@ class Explorer:
         'from while one batch was collected, max_dropped_groups is '
         f'{self._config.max_dropped_groups}; the last: {why}'
       )
-    self._gate.drop()
+    if not group.is_parked:  # A parked group has already returned its capacity.
+      self._gate.drop()
 
 
 def _prompt(uid: str) -> str:
   """Returns the part of a task's uid after `<taskset>:`, which is a digest of the prompt. Tasks
-  with the same prompt share this part, whatever their taskset.
+  with the same prompt share this part even if they are in different tasksets.
   """
   return uid.rpartition(':')[2]

@@ -1,4 +1,4 @@
-"""Gate: lets a group start only if the staleness of its samples can stay within a bound."""
+"""Gate: admits a group only if the staleness of its samples can stay within a bound."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Gate:
 
   `served` is the number of the stage's batches that the engines' weights have been trained on.
   Dropped groups do not count, so each can be replaced. Parked groups, which wait for a later batch
-  to continue them, do not count either. The gate admits no more groups than all batches of the
-  stage need.
+  to continue them or for delayed rewards, do not count either. The gate admits no more groups than
+  all batches of the stage need.
   """
 
   def __init__(
@@ -29,10 +29,10 @@ class Gate:
       bound: maximum staleness in batches: the number of batches between the weights that generate a
         group and the weights that the group updates.
       groups_per_batch: number of groups in each batch.
-      ahead: number that stands for `bound` in the limit on started groups, at most `bound`. Groups
-        may thus start for this many batches after the current one. If it is less than `bound`, a
-        group may join a batch that comes later, within the bound, than its place in the order of
-        start suggests. If None, it is `bound`.
+      ahead: number of batches after the current one for which groups may start, at most `bound`. It
+        replaces `bound` in the limit on started groups. A value below `bound` lets a group join a
+        later batch than its place in the order of start suggests, without exceeding the bound. If
+        None, it is `bound`.
       batches: number of batches in the stage. If None, the number is unlimited.
       spare: number of groups that may be started in addition to those that the batches need. The
         caller parks the groups that the current batch turns out not to need.
@@ -90,7 +90,7 @@ class Gate:
     """Waits until the engines serve a first version."""
     while self._served < 0:
       self._changed.clear()
-      # The wait 'gate' is bounded by the trainer's waits; the end of the stage cancels it.
+      # The wait 'gate' is bounded: the trainer's waits have deadlines.
       await self._changed.wait()
 
   async def admit(self) -> int:
@@ -99,7 +99,7 @@ class Gate:
     """
     while self.capacity <= 0:
       self._changed.clear()
-      # The wait 'gate' is bounded by the trainer's waits; the end of the stage cancels it.
+      # The wait 'gate' is bounded: the trainer's waits have deadlines.
       await self._changed.wait()
     groups = self.capacity
     self._started += groups
@@ -118,12 +118,12 @@ class Gate:
     self._changed.set()
 
   def give_back(self, groups: int) -> None:
-    """Takes back the last admission for `groups` groups, which do not start yet."""
+    """Revokes the last admission for `groups` of its groups, which are not started yet."""
     self._started -= groups
 
   def unpark(self, groups: int) -> None:
-    """Records that `groups` of the groups admitted last are parked groups that continue, rather
-    than new groups.
+    """Records that `groups` of the groups admitted last are not new but parked groups that
+    continue.
     """
     self._started -= groups
     self._parked -= groups
@@ -133,4 +133,4 @@ class Gate:
 
   def restore(self, state: Any) -> None:
     self._started, self._dropped = state['started'], state['dropped']
-    self._parked = state.get('parked', 0)  # Commits of earlier versions have none.
+    self._parked = state.get('parked', 0)  # Commits of earlier program versions lack this key.

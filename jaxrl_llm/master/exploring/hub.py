@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.process_clock import TOKENS
 from jaxrl_llm.core.records.task import Message
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Attempt, Reward, RewardsConfig, combine
@@ -22,7 +24,7 @@ class MasterHub:
     self,
     engine: Engine | None,
     scorers: ScorerPool,
-    rewards: RewardsConfig,
+    rewards_of: Callable[[str], RewardsConfig],
     *,
     auxiliary: Mapping[str, AuxiliaryModel],
     events: Events = SILENT,
@@ -30,18 +32,35 @@ class MasterHub:
     """
     Args:
       engine: engine that generates completions; None if the run generates nothing.
+      rewards_of: returns the scorers of a stage and their weights, given the stage's name.
       auxiliary: auxiliary models, keyed by the names that workflows use.
     """
-    self._engine, self._scorers, self._rewards = engine, scorers, rewards
+    self._engine, self._scorers, self._rewards_of = engine, scorers, rewards_of
     self._auxiliary, self._events = auxiliary, events
+    self._tokens: collections.Counter[str] = collections.Counter()
+    """Number of generated tokens that `take_tokens` has not returned yet, keyed by group."""
 
-  def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
+  async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
     assert self._engine is not None, 'a run without an engine has no workflow'
-    return self._engine.generate(request)
+    async with contextlib.aclosing(self._engine.generate(request)) as completions:
+      async for index, completion in completions:
+        self._tokens[request.group] += len(completion.tokens)
+        yield index, completion
+
+  def take_tokens(self, group: str) -> int:
+    """Returns the number of tokens that the engine has generated for a group since the last call,
+    including those that its workflow did not use.
+    """
+    return self._tokens.pop(group, 0)
+
+  def take_metrics(self) -> dict[str, float]:
+    """Returns the number of generated tokens of the groups that are in progress."""
+    return {f'{TOKENS}open': float(self._tokens.total())}
 
   async def score(self, attempt: Attempt) -> Reward:
     with self._asked(Edge.AUXILIARY_SCORE, sample=attempt.uid) as reply:
-      reward = combine(await self._scorers.score(attempt), self._rewards)
+      rewards = self._rewards_of(attempt.uid.partition('/')[0])
+      reward = combine(await self._scorers.with_config(rewards).score(attempt), rewards)
       reply['value'] = reward.value
     return reward
 
@@ -63,9 +82,9 @@ class MasterHub:
 
   @contextlib.contextmanager
   def _asked(self, edge: Edge, **fields: Json) -> Iterator[dict[str, Json]]:
-    """Emits a request event of type `edge`, with `fields`, when the block begins, and a reply event
-    when it ends. The block adds the fields of the reply to the yielded dict. If the block raises,
-    the reply has only the field `given_up`.
+    """Emits a request event of type `edge` with `fields` when the block begins, and a reply event
+    when it ends. The block adds the reply's fields to the yielded dict. If the block raises an
+    exception, the reply has only the field `given_up`.
     """
     asked, reply, answered = self._events.request(edge, **fields), {}, False
     try:

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.core.records.sample import Finish, Sample
 from jaxrl_llm.core.records.score import worth
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.master.exploring.selection import Experience
@@ -29,19 +28,18 @@ async def judge(
   """Scores one attempt with all configured scorers that judge attempts one by one.
 
   Raises:
-    RunError: the workflow gives no reward of an environment although a scorer reads it, or gives
-      one, or fails an episode, although no scorer reads it.
+    RunError: a scorer reads the environment's reward, but the workflow reports none; or the
+      workflow reports an environment's reward or a failed episode, but no scorer reads it.
   """
   _check_verdict(rollout, rewards)
-  sample, completion, verdict, turns = rollout
-  said = turns or ({'role': 'assistant', 'content': completion},)
-  scores = await scorers.score(
-    dataclasses.replace(
-      _attempt(sample, completion, task), transcript=(*task.prompt, *said), environment=verdict
-    )
-  )
+  scores = await scorers.score(rollout.attempt(task))
   return Experience(
-    sample=sample, task=task, completion=completion, scores=scores, reward=combine(scores, rewards)
+    sample=rollout.sample,
+    later=rollout.later,
+    task=task,
+    completion=rollout.text,
+    scores=scores,
+    reward=combine(scores, rewards),
   )
 
 
@@ -49,7 +47,7 @@ def _check_verdict(rollout: Rollout, rewards: RewardsConfig) -> None:
   sample, verdict = rollout.sample, rollout.verdict
   configured = in_force(rewards.scorers, sample.domain, sample.taskset)
   is_read = any(scorer.implementation == ENVIRONMENT for scorer in configured)
-  if is_read and verdict is None and sample.finish_reason != Finish.LENGTH:
+  if is_read and verdict is None and not rollout.steps[-1].finish_reason.is_truncated:
     raise RunError(
       f'rollout.workflow: sample {sample.uid} has no reward, and rewards.scorers has '
       f'{ENVIRONMENT!r}; call episode.reward in the workflow, or remove the scorer'
@@ -78,7 +76,7 @@ async def judge_group(
   If a scorer failed and is configured to drop the group, the reward of every member is None.
   """
   members = sorted(members, key=lambda member: member.sample.sample_index)
-  attempts = [_attempt(member.sample, member.completion, member.task) for member in members]
+  attempts = [attempt_of(member) for member in members]
   scores = await scorers.score_group(attempts, [member.scores for member in members])
   rewarded = [
     dataclasses.replace(m, scores=s, reward=combine(s, rewards))
@@ -101,11 +99,12 @@ async def judged(
   return await judge_group([judging.result() for judging in pending], scorers, rewards)
 
 
-def _attempt(sample: Sample, completion: str, task: Task) -> Attempt:
+def attempt_of(member: Experience) -> Attempt:
+  """Returns a trajectory as an `Attempt`, the input of scorers for whole groups."""
   return Attempt(
-    uid=sample.uid,
-    task=task,
-    completion=completion,
-    finish_reason=str(sample.finish_reason),
-    response_len=sample.response_len,
+    uid=member.sample.uid,
+    task=member.task,
+    completion=member.completion,
+    finish_reason=str(member.finish_reason),
+    response_len=member.response_len,
   )

@@ -19,7 +19,7 @@ class TaskLimits:
   timeout_s: float | None = 900.0
   """Maximum seconds per try, including the wait for a free engine slot; None for no limit."""
   retries: int = 2
-  """Maximum number of further tries of a group whose first try timed out."""
+  """Maximum number of retries of a group whose first try timed out."""
   straggler_factor: float | None = None
   """A try that lasts longer than this multiple of the mean duration is ended, and the group is
   dropped without another try. If None, no group is dropped for this reason.

@@ -162,7 +162,7 @@ async def continue_group(
     )
     for index, span in enumerate(whole)
   ]
-  return [(sample, workflow.text(sample)) for sample in mask_older(samples, config)]
+  return [(sample, await workflow.decoded(sample)) for sample in mask_older(samples, config)]
 
 
 def mask_older(samples: Sequence[Sample], config: PartialConfig) -> list[Sample]:

@@ -1,10 +1,11 @@
 """Processors: verify, shape and filter a finished group before it is trained on.
 
 A stage's processors run in order on the scorable members of a group, before selection and
-admission. Each processor is a pure function of the members and the number of completed batches: it
-changes rewards, masks members or removes them. Removed samples are dropped with the processor's
-name as the reason. The store also records every change to a sample under the processor's name;
-these records are the sample's lineage. If a group has no members left, another group replaces it.
+admission. Each processor is a pure function of the members and the number of completed batches, or
+asks a model about them (`verifying`): it changes rewards, masks members or removes them. Removed
+samples are dropped with the processor's name as the reason. The store also records every change to
+a sample under the processor's name; these records are the sample's lineage. If a group has no
+members left, another group replaces it.
 
 A processor can read what is known when a group ends: tokens, the sampler's logprobs and scores. The
 trainer computes its quantities, such as advantages, only after the batch is complete, when it is
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +26,15 @@ import numpy as np
 
 from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.records.sample import Finish
+from jaxrl_llm.core.records.sample import Finish, Sample
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.master.exploring.selection import Experience
+from jaxrl_llm.master.exploring.verifying import (
+  Asking,
+  JudgeProcessorOptions,
+  ModelProcessor,
+  judge,
+)
 
 RESERVED = (
   'experience',
@@ -38,7 +46,7 @@ RESERVED = (
   'timeout',
   'unscorable',
 )
-"""Names that a processor cannot have, because the explorer uses them for drop reasons, counters or
+"""Names that processors may not have, because the explorer uses them for drop reasons, counters or
 records in the store.
 """
 LATER = (
@@ -92,23 +100,51 @@ def process(
   processors: Sequence[tuple[str, Processor]], members: Sequence[Experience], step: int
 ) -> Processed:
   """Runs processors in order. Stops when no member is left."""
-  remaining, processed = list(members), Processed([], {}, [], {})
+  processed = Processed(list(members), {}, [], {})
   for name, processor in processors:
-    if not remaining:
-      break
-    after = {member.sample.uid: member for member in processor(remaining, step)}
-    removed = [member.sample.uid for member in remaining if member.sample.uid not in after]
-    if removed:
-      processed.dropped[name] = removed
-    for before in remaining:
-      now = after.get(before.sample.uid)
-      if now is not None and (change := _change(before, now)):
-        processed.lineage.append((now.sample.uid, name, change))
-    processed.counts.update(
-      {f'{name}/in': len(remaining), f'{name}/out': len(remaining) - len(removed)}
-    )
-    remaining = [after[member.sample.uid] for member in remaining if member.sample.uid in after]
-  return processed._replace(members=remaining)
+    if processed.members:
+      processed = _passed(processed, name, processor(processed.members, step), {})
+  return processed
+
+
+async def process_asking(
+  processors: Sequence[tuple[str, Processor | Asking]], members: Sequence[Experience], step: int
+) -> Processed:
+  """Runs processors like `process`, including those that ask a model."""
+  processed = Processed(list(members), {}, [], {})
+  for name, processor in processors:
+    if processed.members:
+      result = processor(processed.members, step)
+      # The wait 'judge' is bounded by the processor's `deadline_s`.
+      after, notes = await result if inspect.isawaitable(result) else (result, {})
+      processed = _passed(processed, name, after, notes)
+  return processed
+
+
+def _passed(
+  processed: Processed,
+  name: str,
+  result: Sequence[Experience],
+  notes: Mapping[str, dict[str, Json]],
+) -> Processed:
+  """Adds the result of the next processor to `processed`."""
+  remaining = processed.members
+  after = {member.sample.uid: member for member in result}
+  removed = [member.sample.uid for member in remaining if member.sample.uid not in after]
+  if removed:
+    processed.dropped[name] = removed
+  for before in remaining:
+    uid = before.sample.uid
+    now = after.get(uid)
+    change = {**notes.get(uid, {}), **({} if now is None else _change(before, now))}
+    if change:
+      processed.lineage.append((uid, name, change))
+  processed.counts.update(
+    {f'{name}/in': len(remaining), f'{name}/out': len(remaining) - len(removed)}
+  )
+  return processed._replace(
+    members=[after[member.sample.uid] for member in remaining if member.sample.uid in after]
+  )
 
 
 def _change(before: Experience, now: Experience) -> dict[str, Json]:
@@ -126,7 +162,7 @@ class Nothing:
 
 
 def aligned(options: Nothing) -> Processor:
-  """Drops inconsistent samples.
+  """Drops inconsistent samples, each with its whole trajectory.
 
   These are samples without tokens to train on (unless they are masked as a whole), with a logprob
   above 0 (apart from rounding), or whose segments (ranges of tokens, each sampled by one version of
@@ -134,14 +170,13 @@ def aligned(options: Nothing) -> Processor:
   """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
-    def fine(member: Experience) -> bool:
-      sample = member.sample
+    def fine(sample: Sample, masked: bool) -> bool:
       drawn = sample.behaviour_logprobs[sample.sampled]
       covered = sum(segment.end - segment.start for segment in sample.segments)
-      trainable = member.masked or sample.loss_mask.any()
+      trainable = masked or sample.loss_mask.any()
       return bool(trainable and (drawn <= 1e-3).all() and covered == int(sample.sampled.sum()))
 
-    return [member for member in members if fine(member)]
+    return [m for m in members if all(fine(step, m.masked) for step in m.steps)]
 
   return run
 
@@ -161,8 +196,9 @@ def fresh(options: FreshOptions) -> Processor:
     versions = [
       segment.version.step
       for member in members
-      for segment in member.sample.segments
-      if member.sample.loss_mask[segment.start : segment.end].any()
+      for step_sample in member.steps
+      for segment in step_sample.segments
+      if step_sample.loss_mask[segment.start : segment.end].any()
     ]
     return members if step - min(versions, default=step) <= options.max_age else []
 
@@ -203,13 +239,13 @@ def dynamic_sampling(options: Nothing) -> Processor:
 
 
 def mask_truncated(options: Nothing) -> Processor:
-  """Masks truncated answers, which ended at the length limit. They still count in the group's
-  baseline, but are not trained on.
+  """Masks truncated answers, which ended at the limit on tokens or steps. They still count in the
+  group's baseline, but are not trained on.
   """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     def cut(member):
-      return member.masked or member.sample.finish_reason == Finish.LENGTH
+      return member.masked or member.finish_reason.is_truncated
 
     return [dataclasses.replace(member, masked=cut(member)) for member in members]
 
@@ -239,7 +275,7 @@ def repetition(options: RepetitionOptions) -> Processor:
         with_reward(member, member.reward.value - options.penalty),
         masked=member.masked or options.mask,
       )
-      if member.sample.finish_reason == Finish.REPETITION
+      if member.finish_reason == Finish.REPETITION
       else member
       for member in members
     ]
@@ -323,7 +359,10 @@ def diversity(options: DiversityOptions) -> Processor:
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     final = options.weight if options.final_weight is None else options.final_weight
     weight = options.weight + (final - options.weight) * min(step / options.decay_steps, 1.0)
-    bags = [_pairs(member.sample.tokens[member.sample.prompt_len :]) for member in members]
+    bags = [
+      sum((_pairs(s.tokens[s.prompt_len :]) for s in member.steps), collections.Counter())
+      for member in members
+    ]
     mean: collections.Counter[tuple[int, int]] = sum(bags, collections.Counter())
     far = [1.0 - _cosine(bag, mean) for bag in bags]
     return [
@@ -370,11 +409,12 @@ def check_known_in_time(key: str, where: str) -> None:
     )
 
 
-PROCESSORS: Mapping[str, tuple[type, Callable[..., Processor]]] = {
+PROCESSORS: Mapping[str, tuple[type, Callable[..., Processor | ModelProcessor]]] = {
   'aligned': (Nothing, aligned),
   'diversity': (DiversityOptions, diversity),
   'dynamic_sampling': (Nothing, dynamic_sampling),
   'fresh': (FreshOptions, fresh),
+  'judge': (JudgeProcessorOptions, judge),
   'mask_truncated': (Nothing, mask_truncated),
   'repetition': (RepetitionOptions, repetition),
   'reward_std': (VarianceOptions, reward_std),

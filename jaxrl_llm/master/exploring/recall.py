@@ -1,8 +1,8 @@
-"""Reads rollouts that were selected for training back from the store, with scores and rewards."""
+"""Reads stored rollouts that were selected for training, with their scores and rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Sample
@@ -20,11 +20,11 @@ def recall(
   text: Callable[[Sample], str],
   rewards: RewardsConfig,
 ) -> list[Experience]:
-  """Returns those samples that were selected for training, in the order of their selection.
+  """Returns those trajectories that were selected for training, in the order of their selection.
 
   Args:
     store: store of the samples.
-    uids: uids of samples of one or more groups. Samples that were not selected are skipped.
+    uids: uids of all samples of one or more groups. Those that were not selected are skipped.
     tasks: returns the task with the given uid, or None if it no longer exists.
     text: returns a sample's completion.
     rewards: configuration that combines scores into a reward.
@@ -33,8 +33,33 @@ def recall(
     UserError: a task no longer exists.
   """
   experiences = store.derived(uids, EXPERIENCE)
-  scores, members = store.scores([*experiences]), {}
-  for sample in store.read([*experiences]):
+  later: dict[str, list[str]] = {}
+  for uid in uids:
+    if (trajectory := uid.rpartition('/')[0]) in experiences:
+      later.setdefault(trajectory, []).append(uid)
+  members = read_members(store, [*experiences], later, tasks=tasks, text=text, rewards=rewards)
+  return read_experiences(experiences, {member.sample.uid: member for member in members})
+
+
+def read_members(
+  store: ReplayStore,
+  uids: Sequence[str],
+  later: Mapping[str, Sequence[str]],
+  *,
+  tasks: Callable[[str], Task | None],
+  text: Callable[[Sample], str],
+  rewards: RewardsConfig,
+) -> list[Experience]:
+  """Returns stored trajectories with their scores and rewards, whether they were selected or not.
+  The other arguments and the errors are those of `recall`.
+
+  Args:
+    uids: uids of the first steps.
+    later: uids of the later steps, keyed by the uid of the first.
+  """
+  steps = {step.uid: step for step in store.read([uid for of in later.values() for uid in of])}
+  scores, members = store.scores(uids), []
+  for sample in store.read(uids):
     task = tasks(sample.task_id)
     if task is None:
       raise UserError(
@@ -42,11 +67,18 @@ def recall(
         f'restore the source of taskset {sample.taskset}'
       )
     given = tuple(scores[sample.uid])
-    members[sample.uid] = Experience(
-      sample=sample,
-      task=task,
-      completion=text(sample),
-      scores=given,
-      reward=combine(given, rewards),
+    members.append(
+      Experience(
+        sample=sample,
+        later=(following := _ordered(steps[uid] for uid in later.get(sample.uid, ()))),
+        task=task,
+        completion=text((sample, *following)[-1]),
+        scores=given,
+        reward=combine(given, rewards),
+      )
     )
-  return read_experiences(experiences, members)
+  return members
+
+
+def _ordered(steps: Iterable[Sample]) -> tuple[Sample, ...]:
+  return tuple(sorted(steps, key=lambda step: step.step_index))

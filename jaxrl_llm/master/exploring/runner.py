@@ -21,7 +21,8 @@ from jaxrl_llm.master.exploring.judging import judge, judge_group
 from jaxrl_llm.master.exploring.partial import GroupCut, continue_group
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.rewards.pool.pool import ScorerPool
-from jaxrl_llm.rollout.workflow import Rollout, Workflow, checked_run
+from jaxrl_llm.rollout.contract import checked_run
+from jaxrl_llm.rollout.workflow import Rollout, Workflow
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 _TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
@@ -60,8 +61,15 @@ class GroupRunner:
     workflow: Workflow,
     scorers: ScorerPool,
     events: Events = SILENT,
+    take_tokens: Callable[[str], int] | None = None,
   ):
+    """
+    Args:
+      take_tokens: returns the number of tokens that were generated for a group, given its name,
+        since the last call. If None, tokens that no sample contains are not counted.
+    """
     self.workflow, self.scorers = workflow, scorers
+    self.take_tokens = take_tokens
     self._config, self._events = config, events
     self.clock_decisions = 0
     self._durations: collections.deque[float] = collections.deque(
@@ -130,7 +138,8 @@ class GroupRunner:
     """
     how = {'stage': self._config.stage, 'sampling': self._config.sampling}
     if self._config.partial is None:
-      return checked_run(self.workflow, task, visit, samples=self._config.group_size, **how)
+      size, most = self._config.group_size, self._config.max_steps
+      return checked_run(self.workflow, task, visit, samples=size, max_steps=most, **how)
     whole = await continue_group(
       self.workflow, self._config.partial, task, visit, spans=spans, **how
     )
@@ -177,15 +186,15 @@ class GroupRunner:
 
 @dataclasses.dataclass
 class _Hold:
-  """A try's wait for the group's place in the batch. It counts neither towards the time limit of
-  the try nor in its duration.
+  """Measures how long a try waits for its group's place in the batch. The wait counts neither
+  towards the time limit of the try nor in its duration.
   """
 
   limit: asyncio.Timeout
   waited_s: float = 0.0
 
   async def wait(self, placed: Placed) -> bool:
-    """Returns the result of `placed`, and extends the time limit by the time that this took."""
+    """Returns the result of `placed`, and extends the time limit by the duration of the wait."""
     loop, deadline = asyncio.get_running_loop(), self.limit.when()
     begun = loop.time()
     self.limit.reschedule(None)

@@ -16,7 +16,7 @@ from jaxrl_llm.master.exploring.started import StartedGroups
 
 
 class Turn(NamedTuple):
-  """Groups that run next."""
+  """Groups that the scheduler has chosen to run next."""
 
   parked: list[int]
   """Numbers of the parked groups to continue."""
@@ -40,18 +40,18 @@ class Scheduler(Protocol):
     ...
 
   def close_batch(self) -> None:
-    """Records that the batch has its groups."""
+    """Records that all groups of the batch have been chosen."""
     ...
 
   def state(self) -> Any:
-    """Returns the state, as JSON; None if there is none."""
+    """Returns the state as JSON, or None if the scheduler has no state."""
     ...
 
   def restore(self, state: Any) -> None: ...
 
 
 class Immediate:
-  """Starts each group that the gate admits. No group is ever parked."""
+  """Scheduler that starts every group that the gate admits. No group is ever parked."""
 
   def begin_batch(self) -> None:
     pass
@@ -70,15 +70,15 @@ class Immediate:
 
 
 class Rounds(Immediate):
-  """Continues the parked groups of earlier batches, oldest first, and then starts new groups. If no
-  more groups may start, and all groups of this batch have finished or used up their budget, the
-  parked ones get another budget.
+  """Scheduler that continues parked groups of earlier batches, oldest first, and then starts new
+  groups. If no more groups may start, and every group of this batch has finished or used up its
+  budget, the parked groups get another budget.
   """
 
   def __init__(self, groups: StartedGroups, *, max_groups: int):
     """
     Args:
-      max_groups: maximum number of groups that have started and are in no batch yet.
+      max_groups: maximum number of started groups that are not part of a batch yet.
     """
     self._groups, self._max_groups = groups, max_groups
     self._queue: collections.deque[int] = collections.deque()

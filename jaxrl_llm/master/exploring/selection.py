@@ -1,4 +1,4 @@
-"""Selects the samples of a finished group to train on: all, preference pairs, or the best one.
+"""Selects the samples of a finished group to train on: all, preference pairs, or the best ones.
 
 A group from which no sample is selected is dropped, and another group replaces it.
 """
@@ -6,26 +6,32 @@ A group from which no sample is selected is dropped, and another group replaces 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.core.records.sample import Finish, Sample
 from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Reward
+from jaxrl_llm.rollout.workflow import trained_turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experience:
-  """A sample with its completion, scores and reward. Once the sample is selected, the fields from
-  `masked` on describe how it is trained on.
+  """A trajectory with its completion, scores and reward. Most trajectories are one sample. Once the
+  trajectory is selected, the fields from `masked` on describe how it is trained on.
   """
 
   sample: Sample
+  """The trajectory's first step. Its uid identifies the trajectory in scores and in the store."""
+  later: tuple[Sample, ...] = ()
+  """The trajectory's later steps, in order."""
   task: Task
   completion: str
+  """Text of the policy's last turn."""
   scores: tuple[Score, ...]
   reward: Reward
   """Reward that was combined from the scores and may then have been changed by processors."""
@@ -38,12 +44,42 @@ class Experience:
   imitated: bool = False
   """Whether the sample is trained on as a demonstration."""
 
+  @property
+  def steps(self) -> tuple[Sample, ...]:
+    return (self.sample, *self.later)
+
+  @property
+  def finish_reason(self) -> Finish:
+    """Reason why the trajectory ended."""
+    return self.steps[-1].finish_reason
+
+  @property
+  def response_len(self) -> int:
+    """Number of tokens after the prompts of all steps."""
+    return sum(step.response_len for step in self.steps)
+
+  def step(self, uid: str) -> Sample:
+    """Returns the step with this uid."""
+    (step,) = (step for step in self.steps if step.uid == uid)
+    return step
+
+  def step_rewards(self) -> list[tuple[float | None, tuple[float, ...]]]:
+    """Returns (reward, rewards of turns) of each step. The trajectory's reward belongs to the last
+    step; the rewards of turns belong to the steps of these turns.
+    """
+    rewards, turn_values = [], self.reward.turn_values
+    for step in self.steps[:-1]:
+      turns = trained_turns(step)
+      rewards.append((None if self.reward.value is None else 0.0, turn_values[:turns]))
+      turn_values = turn_values[turns:]
+    return [*rewards, (self.reward.value, turn_values)]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectionConfig:
   """Configures which samples of a group are trained on."""
 
-  kind: Literal['all', 'mixed', 'pairs', 'shortest_correct'] = 'all'
+  kind: Literal['all', 'mixed', 'pairs', 'margin', 'shortest_correct', 'best', 'above'] = 'all'
   """all: every scorable sample.
 
   mixed: every scorable sample, or none if all have the same reward, turn rewards included (DAPO's
@@ -53,11 +89,23 @@ class SelectionConfig:
   (rejected). The other sample is wrong, or correct and at least `longer_by` times as long (Kimi
   k1.5, arXiv:2501.12599, section 2.4).
 
+  margin: for preference losses, the pair of the sample with the highest reward (chosen) and the one
+  with the lowest (rejected), if these differ by at least `margin`.
+
   shortest_correct: only the shortest correct sample, as a demonstration (shortest rejection
   sampling in the same section).
+
+  best: only the sample with the highest reward, as a demonstration (best of n).
+
+  above: the samples with a reward of at least `min_reward`, as demonstrations (rejection sampling,
+  as in DeepSeek-R1, arXiv:2501.12948, section 2.3.3).
+
+  The reward of a sample includes those of its turns. Of equal samples, the shortest is taken.
   """
   pairs_per_group: int = 1
   longer_by: float = 1.5
+  margin: float = 1.0
+  min_reward: float = 1.0
 
   def __post_init__(self):
     if self.pairs_per_group < 1 or self.longer_by < 1:
@@ -65,17 +113,40 @@ class SelectionConfig:
         f'selection: pairs_per_group {self.pairs_per_group} and longer_by {self.longer_by}, wanted '
         'at least 1 of each'
       )
+    if not 0 < self.margin < math.inf:
+      raise UserError(f'selection: margin {self.margin}, wanted a number above 0')
+    if not math.isfinite(self.min_reward):
+      raise UserError(f'selection: min_reward {self.min_reward}, wanted a finite number')
+
+  @property
+  def pairs(self) -> bool:
+    """Whether samples are selected as preference pairs."""
+    return self.kind in ('pairs', 'margin')
+
+  @property
+  def imitates(self) -> bool:
+    """Whether samples are selected as demonstrations."""
+    return self.kind in ('shortest_correct', 'best', 'above')
 
   @property
   def unit(self) -> int:
     """Number of sequences that must stay together in a micro-batch: 2 for pairs, otherwise 1."""
-    return 2 if self.kind == 'pairs' else 1
+    return 2 if self.pairs else 1
+
+  @property
+  def least(self) -> int | None:
+    """Minimum number of units that are selected from a group. None means that the number is the
+    group's size or depends on how many samples can be scored.
+    """
+    return 1 if self.pairs or self.imitates else None
 
   def most(self, group_size: int) -> int:
     """Returns the maximum number of sequences that are selected from one group."""
     if self.kind == 'pairs':
       return 2 * min(self.pairs_per_group, group_size - 1)
-    return 1 if self.kind == 'shortest_correct' else group_size
+    if self.kind == 'margin':
+      return 2
+    return 1 if self.kind in ('shortest_correct', 'best') else group_size
 
 
 def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Experience]:
@@ -92,39 +163,62 @@ def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Exper
     return [*members]
   if config.kind == 'mixed':
     return [*members] if len({m.reward.worth for m in members}) > 1 else []
+  if config.kind in ('margin', 'best', 'above'):
+    return _by_reward(config, unmasked)
   correct = [m for m in unmasked if m.reward.correct]
   if not correct:
     return []
-  best = min(correct, key=lambda m: m.sample.response_len)  # In a tie, the first is taken.
+  best = min(correct, key=lambda m: m.response_len)  # Ties go to the first sample.
   if config.kind == 'shortest_correct':
-    return [dataclasses.replace(best, imitated=True)]
-  limit = config.longer_by * best.sample.response_len
+    return [_demonstration(best)]
+  limit = config.longer_by * best.response_len
   worse = [m for m in unmasked if not m.reward.correct]
-  worse += [m for m in correct if m is not best and m.sample.response_len >= limit]
+  worse += [m for m in correct if m is not best and m.response_len >= limit]
   chosen = []
   for other in worse[: config.pairs_per_group]:
-    pair = f'{other.sample.uid}/pair'
-    chosen.append(dataclasses.replace(best, pair=pair, label=1))
-    chosen.append(dataclasses.replace(other, pair=pair, label=-1))
+    chosen += _pair(best, other)
   return chosen
+
+
+def _by_reward(config: SelectionConfig, members: Sequence[Experience]) -> list[Experience]:
+  """Selects scorable samples by their rewards alone: the kinds 'margin', 'best' and 'above'."""
+  if config.kind == 'above':
+    return [_demonstration(m) for m in members if m.reward.worth >= config.min_reward]
+  best = min(members, key=lambda m: (-m.reward.worth, m.response_len))
+  if config.kind == 'best':
+    return [_demonstration(best)]
+  worst = min(members, key=lambda m: (m.reward.worth, m.response_len))
+  return _pair(best, worst) if best.reward.worth - worst.reward.worth >= config.margin else []
+
+
+def _demonstration(member: Experience) -> Experience:
+  return dataclasses.replace(member, imitated=True)
+
+
+def _pair(chosen: Experience, rejected: Experience) -> list[Experience]:
+  pair = f'{rejected.sample.uid}/pair'
+  return [
+    dataclasses.replace(chosen, pair=pair, label=1),
+    dataclasses.replace(rejected, pair=pair, label=-1),
+  ]
 
 
 def sampled_tokens(members: Sequence[Experience]) -> int:
   """Returns the number of tokens that the policy sampled in these members. A sample that is in
   several pairs counts once.
   """
-  samples = {member.sample.uid: member.sample for member in members}
+  samples = {step.uid: step for member in members for step in member.steps}
   return sum(int(sample.sampled.sum()) for sample in samples.values())
 
 
 EXPERIENCE = 'experience'
-"""Name of the store's records that say how a selected sample is trained on. Records with other
-names say how the processor of that name changed a sample.
+"""Name of the store records that describe how a selected sample is trained on. Records with other
+names describe how the processor of that name changed a sample.
 """
 
 
 def experience_rows(chosen: Sequence[Experience]) -> list[tuple[str, str, Json]]:
-  """Returns one store record (uid, EXPERIENCE, value) for each selected sample of a group.
+  """Returns one store record (uid, EXPERIENCE, value) for each selected trajectory of a group.
   `read_experiences` rebuilds the selection from these records.
   """
   uses: dict[str, list[tuple[int, Experience]]] = {}

@@ -1,24 +1,52 @@
-"""Groups that a stage has started and that are part of no batch yet.
+"""Started groups of a stage that are not part of a batch yet.
 
-Invariant: the groups are in order of start. A parked group that is continued moves to the end, as
-if it started then.
+Invariant: the groups are in order of start. A parked group that continues moves to the end, as if
+it had just started.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.master.exploring.batch_policy import Candidate
 from jaxrl_llm.master.exploring.selection import Experience
+from jaxrl_llm.replay.awaited import Awaited
 from jaxrl_llm.replay.tables import Issue
+from jaxrl_llm.replay.writer import oldest_version
+
+
+class Waiting(NamedTuple):
+  """Samples of a group that wait for delayed rewards."""
+
+  members: list[Experience]
+  """Samples, ordered by sample index, with the scores that they have so far."""
+  awaited: Awaited
+  attempt: int
+  """Attempt (start of the run) that issued the samples."""
+
+  @property
+  def scorable(self) -> list[str]:
+    """uids of the samples that need verdicts. A sample that another scorer could not score needs
+    none.
+    """
+    return [
+      member.sample.uid
+      for member in self.members
+      if all(score.value is not None for score in member.scores)
+    ]
+
+  @property
+  def oldest_version(self) -> int:
+    """Step of the oldest weights that generated any of the samples."""
+    return min(oldest_version(member.sample) for member in self.members)
 
 
 @dataclasses.dataclass(kw_only=True)
 class StartedGroup:
-  """A started group that is part of no batch yet."""
+  """A started group that is not part of a batch yet."""
 
   stage: str
   number: int
@@ -26,7 +54,7 @@ class StartedGroup:
   task: Task
   visit: int
   size: int
-  """Number of samples."""
+  """Number of trajectories in the group."""
   chosen: list[Experience] | None = None
   """Samples selected for training; None until the group has finished."""
   rolled_out: float = 0.0
@@ -36,10 +64,17 @@ class StartedGroup:
   scored: float = 0.0
   last_batch: int = 0
   """Index in the stage of the last batch that may train on the group within the gate's bound."""
+  waiting: Waiting | None = None
+  """The group's samples if they wait for delayed rewards, otherwise None. The group is parked as
+  long as it waits.
+  """
   is_parked: bool = False
   """Whether the group has used up its token budget and waits to be continued, usually for a later
-  batch.
+  batch, or waits for delayed rewards.
   """
+
+  partial_tokens: int = 0
+  """Number of tokens in the spans that are stored for the group's next continuation."""
 
   @property
   def name(self) -> str:
@@ -48,7 +83,9 @@ class StartedGroup:
 
   @property
   def issues(self) -> list[Issue]:
-    """Records with which the store notes that the group's samples are about to be requested."""
+    """Store records of the samples that are about to be requested. There is one record per
+    trajectory, for its first step, because the number of later steps is not known yet.
+    """
     return [
       Issue(uid=uid, group_id=self.name, task_id=self.task.uid, visit=self.visit)
       for uid in self.uids
@@ -56,11 +93,24 @@ class StartedGroup:
 
   @property
   def uids(self) -> list[str]:
+    """uids of the first steps of the trajectories."""
     return [f'{self.name}/{i}' for i in range(self.size)]
+
+  @property
+  def stored(self) -> list[Experience]:
+    """Stored samples that may be trained on: those selected, or those that wait for rewards."""
+    if self.is_awaiting:
+      return self.waiting.members
+    return self.chosen or []
 
   @property
   def is_finished(self) -> bool:
     return self.chosen is not None
+
+  @property
+  def is_awaiting(self) -> bool:
+    """Whether the group's samples are generated and wait for delayed rewards."""
+    return self.waiting is not None and self.is_parked
 
   @property
   def is_running(self) -> bool:
@@ -103,6 +153,12 @@ class StartedGroups:
     return sorted(number for number, group in self._groups.items() if group.is_parked)
 
   @property
+  def awaiting(self) -> list[StartedGroup]:
+    """Groups that wait for delayed rewards, in order of their first start."""
+    groups = [group for group in self._groups.values() if group.is_awaiting]
+    return sorted(groups, key=lambda group: group.number)
+
+  @property
   def candidates(self) -> list[Candidate]:
     """Groups that may form the next batch. Parked groups, which are continued first, are not among
     them.
@@ -121,8 +177,8 @@ class StartedGroups:
     return new
 
   def proceed(self, numbers: Iterable[int], last_batch: int) -> list[StartedGroup]:
-    """Makes parked groups running groups again, as if they started now, so that the batches that
-    take them keep the gate's bound. Returns these groups.
+    """Continues parked groups as if they started now, so that they stay within the gate's bound.
+    Returns the continued groups.
     """
     groups = []
     for number in numbers:
@@ -142,8 +198,10 @@ class StartedGroups:
         'task': group.task.uid,
         'visit': group.visit,
         'ended': group.is_finished,
-        'parked': group.is_parked,
+        'parked': group.is_parked and not group.is_awaiting,
+        'awaiting': group.is_awaiting,
         'last_batch': group.last_batch,
+        'partial_tokens': group.partial_tokens,
       }
       for number, group in self._groups.items()
     ]
@@ -153,19 +211,27 @@ class StartedGroups:
     self,
     state: Any,
     group_of: Callable[[int, str, int], StartedGroup],
-    recall: Callable[[Sequence[str]], list[Experience]],
+    recall: Callable[[str], list[Experience]],
+    waiting: Callable[[Sequence[str]], Waiting | None],
   ) -> None:
     """Restores the groups from a commit.
 
     Args:
       group_of: returns a new group with this number, task (its uid) and visit.
-      recall: returns those samples with the given uids that were selected for training.
+      recall: returns those trajectories of the group with this id that were selected for training.
+      waiting: returns the samples with the given uids, which wait for delayed rewards. If it
+        returns None, because they no longer wait, the group is left out.
     """
     self._started = state['started']
     for row in state['groups']:
       group = group_of(row['number'], row['task'], row['visit'])
-      group.chosen = recall(group.uids) if row['ended'] else None
+      group.chosen = recall(group.name) if row['ended'] else None
       # Commits of older program versions lack these keys. Such commits have no parked groups, and
       # batches take their groups in order of start.
       group.is_parked, group.last_batch = row.get('parked', False), row.get('last_batch', 0)
+      group.partial_tokens = row.get('partial_tokens', 0)
+      if row.get('awaiting', False):
+        group.waiting, group.is_parked = waiting(group.uids), True
+        if group.waiting is None:
+          continue
       self._groups[group.number] = group

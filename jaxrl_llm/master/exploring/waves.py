@@ -33,7 +33,7 @@ class WaveSize:
     self._started = self._finished = 0
 
   def for_finished(self, needed: int) -> int:
-    """Returns the number of groups that a wave must have so that about `needed` of them finish."""
+    """Returns the size of a wave in which about `needed` groups will finish."""
     return min(math.ceil(needed * self._groups_per_finished), self._max_groups)
 
   def start(self, groups: int) -> None:
@@ -57,21 +57,21 @@ class WaveSize:
 
 
 class Waves:
-  """Scheduler at bound 0: starts a wave once all groups of the previous wave have finished or been
-  parked, if the batch still lacks groups.
+  """Scheduler for a staleness bound of 0. If the batch lacks groups, it starts another wave as soon
+  as every group of the previous wave has finished or waits for a delayed reward.
   """
 
   def __init__(self, groups: StartedGroups, *, groups_per_batch: int, max_groups: int):
     """
     Args:
-      max_groups: maximum number of groups that have started and are in no batch yet. It also
-        limits the size of a wave.
+      max_groups: maximum number of started groups that are not part of a batch yet. It also limits
+        the size of a wave.
     """
     self._groups, self._groups_per_batch = groups, groups_per_batch
     self._max_groups, self._size = max_groups, WaveSize(max_groups=max_groups)
     self._collecting = False
     self._queue: collections.deque[int] = collections.deque()
-    """Numbers of the groups of earlier batches that no wave of this batch has continued yet."""
+    """Numbers of the parked groups that no wave of this batch has continued yet."""
 
   def begin_batch(self) -> None:
     self._collecting, self._queue = True, collections.deque(self._groups.parked)
@@ -84,7 +84,7 @@ class Waves:
     parked = [self._queue.popleft() for _ in range(min(size, len(self._queue)))]
     # A branch may start with more groups than rollout.partial.groups now permits.
     new = max(0, min(size - len(parked), self._max_groups - len(self._groups)))
-    if size > len(parked) + new:  # Then all groups of earlier batches continue already.
+    if size > len(parked) + new:  # All groups of earlier batches are already part of this wave.
       cut = [number for number in self._groups.parked if number not in parked]
       parked += cut[: size - len(parked) - new]
     self._size.start(len(parked) + new)
@@ -95,14 +95,14 @@ class Waves:
     self._size.finish()
 
   def takes(self, number: int) -> bool | None:
-    """Returns whether the batch takes this group of the current wave, whose samples are finished;
-    None as long as that is not certain. Of all groups that finish, the batch takes the first
-    `groups_per_batch` in order of start, no matter which of them finishes first.
+    """Returns whether the batch takes this group, which belongs to the current wave and whose
+    samples are finished. Returns None while that is undecided. Of the groups that finish, the batch
+    takes the first `groups_per_batch` in order of start, regardless of which finishes first.
     """
     places = self._groups.candidates[: self._groups_per_batch]
     if number in [place.number for place in places]:
       return True
-    # A scored group keeps its place. Any other may still be parked or dropped.
+    # A scored group keeps its place. Any other group may still be parked or dropped.
     return False if all(place.is_finished for place in places) else None
 
   def close_batch(self) -> None:

@@ -32,14 +32,14 @@ _LOOK_S = LOOK_S
 
 @dataclasses.dataclass
 class _Followed:
-  """A scorer, and its services as last seen in the registry."""
+  """A scorer that discovers its services, with the services last seen in the registry."""
 
   name: str
   discovers: Discovers
   first: Lease | None = None
   """First service that was found. Other services must have the same fingerprint."""
   addresses: tuple[str, ...] = ()
-  """Addresses that the scorer got last; empty if no service is registered."""
+  """Last addresses that were given to the scorer; empty if no service is registered."""
   refused: set[str] = dataclasses.field(default_factory=set)
   """IDs of the registry entries (leases) that are ignored because their fingerprints differ."""
 
@@ -86,7 +86,7 @@ class Discovered:
 
   async def _first_services(self) -> None:
     await self._check()
-    # The wait 'services' is bounded by the caller with SERVICES_DEADLINE_S.
+    # The wait 'services' is bounded by SERVICES_DEADLINE_S, which the caller enforces.
     while not all(followed.addresses for followed in self._scorers):
       await asyncio.sleep(_LOOK_S)
       await self._check()
@@ -95,7 +95,7 @@ class Discovered:
     """Stops watching the registry, after any change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
-      # The wait 'live_file' is bounded by the change in progress, as for scorers.json.
+      # The wait 'live_file' is bounded by the duration of the change in progress.
       await self._following
 
   async def _follow(self) -> None:

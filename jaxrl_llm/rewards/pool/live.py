@@ -28,10 +28,10 @@ _MAX_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Live:
-  """Parsed content of `scorers.json`."""
+  """Validated content of `scorers.json`."""
 
   workers: int | None = None
-  """Number of scorer processes. If None, the number stays as it is."""
+  """New number of scorer processes; None to leave it unchanged."""
   addresses: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
   """New addresses, keyed by scorer name. Scorers that are not listed keep their addresses."""
 
@@ -64,7 +64,7 @@ def _is_list_of_addresses(value: Any) -> bool:
 
 
 class Partly(UserError):
-  """Part of the file was applied and the rest was refused. The message names the applied part."""
+  """Only part of the file was applied; the rest was refused. The message names the applied part."""
 
 
 class LiveFile:
@@ -90,7 +90,7 @@ class LiveFile:
     """Stops polling, after any change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
-      # The wait 'live_file' is bounded by `scorers_start` of the change in progress.
+      # The wait 'live_file' is bounded by 'scorers_start', which bounds a change in progress.
       await self._following
 
   async def _follow(self) -> None:

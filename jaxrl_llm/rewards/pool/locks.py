@@ -32,14 +32,16 @@ class PipeLock:
   def __setstate__(self, ends) -> None:
     self._reader, self._writer = ends
     self._holder: int | None = None
-    """ID of the thread that holds the lock; None if no thread of this process holds it."""
+    """ID of the thread of this process that has the lock; None if no thread of this process
+    has it.
+    """
     self._depth = 0
 
   def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-    """Acquires the lock. Returns whether this thread holds it now.
+    """Acquires the lock. Returns whether this thread now has it.
 
     Args:
-      block: whether to wait if another thread or process holds the lock.
+      block: whether to wait if another thread or process has the lock.
       timeout: maximum wait in seconds. If None, the wait is unlimited.
     """
     if self._holder != threading.get_ident():
@@ -58,7 +60,7 @@ class PipeLock:
     return True
 
   def release(self) -> None:
-    """Releases the lock. Raises RuntimeError if this thread does not hold it."""
+    """Releases the lock. Raises RuntimeError if this thread does not have it."""
     if self._holder != threading.get_ident():
       raise RuntimeError('release: the lock is not held by this thread')
     self._depth -= 1

@@ -1,4 +1,4 @@
-"""The outcome of one scorer call: validated verdicts, or the reason why there are none."""
+"""The outcome of one scorer call: validated verdicts, or the reason for the failure."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import copy
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -17,12 +18,14 @@ from absl import logging
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.registry import Registry
+from jaxrl_llm.core.process_clock import ProcessClock
 from jaxrl_llm.core.records.score import Score, Status
 from jaxrl_llm.rewards.api import (
   AnyScorer,
   Attempt,
   Awaited,
   AwaitedGroup,
+  Delayed,
   OverrunIsZero,
   PerGroup,
   RewardsConfig,
@@ -50,6 +53,7 @@ class ScorerPool:
       the attempts that got no value or the value 0 because the scorer failed, and
       `<scorer>/dropped_groups` counts the groups that were dropped for this reason. `unscorable`
       counts all values of None, and `breaks` counts the restarts of all workers.
+    delayed: scorers whose verdicts arrive later, keyed by name. The pool does not call them.
   """
 
   def __init__(
@@ -77,10 +81,11 @@ class ScorerPool:
     self.counts: collections.Counter[str] = collections.Counter()
     self._taken: collections.Counter[str] = collections.Counter()
     self._scorers = {s.name: scorers[s.name] for s in config.scorers}
+    self.delayed = {name: s for name, s in self._scorers.items() if isinstance(s, Delayed)}
     waits = {name: s for name, s in self._scorers.items() if isinstance(s, Awaited | AwaitedGroup)}
     self._awaited = {name: AwaitedScorer(name, s) for name, s in waits.items()}
     self._workers = Workers(
-      {name: s for name, s in self._scorers.items() if name not in waits},
+      {name: s for name, s in self._scorers.items() if name not in {**waits, **self.delayed}},
       count=config.workers,
       counts=self.counts,
       memory_limit_bytes=config.memory_limit_mib << 20,
@@ -95,6 +100,16 @@ class ScorerPool:
         '--config.registry={}, or give addresses'
       )
     self._discovered = Discovered(registry, discovering, self._apply) if discovering else None
+
+  def with_config(self, config: RewardsConfig) -> ScorerPool:
+    """Returns a view of the pool with other weights, or with some of its scorers only.
+
+    The view shares processes, services and counts with this pool. Only this pool is started and
+    closed.
+    """
+    view = copy.copy(self)
+    view.config = config
+    return view
 
   async def start(self) -> None:
     """Opens the awaited scorers and starts the workers. Returns when all of them respond."""
@@ -122,6 +137,11 @@ class ScorerPool:
   def workers(self) -> int:
     """Number of worker processes."""
     return self._workers.count
+
+  @property
+  def clock(self) -> ProcessClock:
+    """Clock that measures the activities of the workers."""
+    return self._workers.clock
 
   async def resize(self, workers: int) -> None:
     """Changes the number of workers for later calls. Calls in flight finish in the old workers."""
@@ -223,7 +243,8 @@ class ScorerPool:
     return [
       config
       for config in chosen
-      if isinstance(self._scorers[config.name], PerGroup | AwaitedGroup) == per_group
+      if config.name not in self.delayed
+      and isinstance(self._scorers[config.name], PerGroup | AwaitedGroup) == per_group
     ]
 
   async def _scores(

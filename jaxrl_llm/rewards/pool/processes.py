@@ -31,6 +31,7 @@ from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.process import job
+from jaxrl_llm.core.process_clock import ProcessClock
 from jaxrl_llm.core.records.score import Score, Status
 from jaxrl_llm.core.waits import WaitExpired, bounded
 from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, ScorerConfig
@@ -48,8 +49,8 @@ CHECK_S = 1.0
 """Seconds between checks that the pool is alive, while a call is in flight."""
 
 MAX_BREAKS = 5
-"""Maximum number of times in a row that the whole pool may break, so that all workers must be
-restarted, without a finished call in between. One more break stops the run.
+"""Maximum number of consecutive failures of the whole pool, each of which restarts all workers,
+without a finished call in between. One more failure stops the run.
 """
 
 
@@ -85,13 +86,17 @@ class Workers:
     self._places = tuple(
       name for name in os.environ if job.is_place(name) and name not in environment
     )
-    """Environment variables that give this process's place in a job, such as its rank. Workers must
-    not inherit them.
+    """Environment variables that state this process's place in a job, such as its rank. Workers
+    must not inherit them.
     """
     self.count, self._counts = count, counts
     # Limits the calls in flight to twice the number of workers, so that each worker has its next
     # call queued while the event loop is busy elsewhere.
     self._slots = asyncio.Semaphore(2 * count)
+    self._calls = 0
+    """Number of calls in flight."""
+    self.clock = ProcessClock()
+    """Measures the time that the workers spend in each activity: 'score', 'idle' or 'start'."""
     self._changing = asyncio.Lock()
     self._breaks_in_a_row = 0
     self._pool: pebble.ProcessPool | None = None
@@ -108,10 +113,12 @@ class Workers:
       _check_travels(name, scorer)
     if self._withheld:
       logging.info(
-        'Scorer workers do not inherit %s; list in rewards.environment what they need',
+        'Scorer workers do not inherit %s; list those that they need in rewards.environment',
         ', '.join(self._withheld),
       )
     self._pool = self._new_pool(self.count)
+    self.clock.exist(self.count)
+    self._measure(are_starting=True)
     try:
       heavy = await _started(self._pool)
     except WaitExpired:
@@ -122,6 +129,7 @@ class Workers:
       raise RunError(
         f'scorer pool: waited for {_TO_START}, but they died; their errors are in the log above'
       ) from None
+    self._measure()
     if heavy:
       logging.warning(
         'Scorer workers import %s: each new one costs that time and memory. Keep the heavy imports '
@@ -139,11 +147,25 @@ class Workers:
     for pool in self._old.values():
       pool.stop()
     pool, self._pool = self._pool, None
+    self.clock.exist(0)
+    self._measure()
     try:
       await asyncio.gather(*self._old)
     finally:
       if pool is not None:
         await _stopped(pool)
+
+  def _measure(self, *, are_starting: bool = False) -> None:
+    """Updates the clock with the current activities of the workers. Calls in flight occupy one
+    worker each, up to the number of workers; further calls are queued.
+    """
+    if self._pool is None:
+      self.clock.set({})
+    elif are_starting:
+      self.clock.set({'start': self.count})
+    else:
+      busy = min(self._calls, self.count)
+      self.clock.set({'score': busy, 'idle': self.count - busy})
 
   async def resize(self, count: int) -> None:
     """Changes the number of workers for later calls. Calls in flight finish in their old workers.
@@ -168,6 +190,8 @@ class Workers:
         self._old[ending] = old
         ending.add_done_callback(self._old.pop)
       full, self._slots, self.count = self._slots, asyncio.Semaphore(2 * count), count
+      self.clock.exist(count if self._pool is not None else 0)
+      self._measure()
       # Wakes the first call that waits for the old semaphore. That call then waits for the new one
       # and releases the old one, which wakes the next call.
       full.release()
@@ -194,6 +218,8 @@ class Workers:
     pool = self._pool
     if pool is None:
       raise RunError('scorer pool: score() was called before start() or after close()')
+    self._calls += 1
+    self._measure()
     try:
       return await bounded(
         _answer(pool, _schedule(pool, config, attempts, scores)),
@@ -210,6 +236,9 @@ class Workers:
     except BrokenProcessPool as error:
       await self._mend(pool, error)
       return None
+    finally:
+      self._calls -= 1
+      self._measure()
 
   async def _mend(self, broken: pebble.ProcessPool, error: BrokenProcessPool) -> None:
     """Replaces a broken pool. If several calls have failed because of the same pool, it is replaced
@@ -226,6 +255,7 @@ class Workers:
           f'{error}); is something killing workers, or is memory short? Lower rewards.workers'
         )
       logging.warning('Scorer pool broke (%s): starting new workers', error)
+      self._measure(are_starting=True)
       new = self._new_pool(self.count)
       # If the new pool is broken too, the next call notices it and counts another break.
       with contextlib.suppress(BrokenProcessPool):
@@ -234,6 +264,7 @@ class Workers:
         await _stopped(new)
         return
       self._pool = new
+      self._measure()
       await _stopped(broken)
 
   def _new_pool(self, count: int) -> pebble.ProcessPool:
@@ -248,7 +279,7 @@ class Workers:
 
 
 def _check_travels(name: str, scorer: Scorer | PerGroup) -> None:
-  """Raises UserError if the scorer cannot be pickled."""
+  """Raises UserError unless the scorer can be pickled."""
   try:
     pickle.dumps(scorer)
   # pickle.dumps can raise any of these three exceptions.
@@ -282,7 +313,7 @@ def _schedule(
     return pool.schedule(
       worker.call, args=(config.name, attempts, scores), timeout=config.deadline_s
     )
-  except RuntimeError as error:  # pebble raises it if the pool is not running.
+  except RuntimeError as error:  # The pool is not running.
     raise BrokenProcessPool(str(error)) from error
 
 
@@ -300,7 +331,7 @@ async def _started(pool: pebble.ProcessPool) -> list[str]:
   try:
     return await bounded(start(), name='scorers_start', **names, deadline_s=START_DEADLINE_S)
   except (WaitExpired, asyncio.CancelledError):
-    # The workers may still start later, so a thread stops them then.
+    # Workers may finish their start after this; a thread stops them.
     threading.Thread(target=_stop, args=(pool, 0.0), daemon=True).start()
     raise
 
@@ -313,7 +344,7 @@ async def _answer(pool: pebble.ProcessPool, answer: concurrent.futures.Future) -
       await asyncio.wait({future}, timeout=CHECK_S)
       alive = pool.active
       if answer.done():  # `future` is done only after the event loop runs its callback.
-        return await future  # The wait 'score' is over already, since the result has arrived.
+        return await future  # The wait 'score' is over already, because the result has arrived.
       if not alive:
         raise BrokenProcessPool('the pool ended without an answer')
   finally:

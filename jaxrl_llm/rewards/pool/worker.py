@@ -69,7 +69,7 @@ def _die_with_owner() -> None:
   else:
 
     def watch() -> None:
-      parent.join()  # The wait 'owner' is unbounded, since a worker lives as long as its owner.
+      parent.join()  # The wait 'owner' is unbounded: a worker lives as long as its owner.
       os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -197,8 +197,8 @@ def call(
     sys.stderr.flush()
     os._exit(DISCARDED)
   except BaseException as raised:
-    # Frees the objects to which the traceback refers. If they fill the memory, no memory is left
-    # for the outcome.
+    # Frees the objects that the traceback refers to. If they fill the memory, none is left for the
+    # outcome.
     raised.__cause__ = raised.__context__ = None
     traceback.clear_frames(raised.__traceback__)
     return failed(raised, time.perf_counter() - start)

@@ -41,7 +41,7 @@ _ENVIRONMENT = {
   'PATH': '/usr/local/bin:/usr/bin:/bin',
   'HOME': '/tmp',
   'LANG': 'C.UTF-8',
-  'PYTHONHASHSEED': '0',  # So that programs that depend on hashes get reproducible scores.
+  'PYTHONHASHSEED': '0',  # Fixed, so that programs that depend on hashes get reproducible scores.
   'OPENBLAS_NUM_THREADS': '1',
 }
 
@@ -61,19 +61,24 @@ class Preload:
   """Libraries that programs in a sandbox can import, besides the standard library."""
 
   path: tuple[str, ...] = ()
-  """Host directories from which programs import; programs can read everything in them."""
+  """Host directories from which programs import."""
+  entries: tuple[str, ...] | None = None
+  """Files and directories in `path` that programs can read. If None, they can read everything in
+  `path`.
+  """
   source: str = ''
   """Trusted Python statements that run once, before sandboxes are forked. With bubblewrap, they run
   in each sandbox.
   """
 
   def bound(self) -> tuple[str, ...]:
-    """Returns the directories in `path` that `readable` does not cover."""
+    """Returns the paths that programs can read and that `readable` does not cover."""
 
     def covered(path):
       return any(pathlib.Path(path).is_relative_to(known) for known in readable())
 
-    return tuple(path for path in self.path if not covered(path))
+    paths = self.path if self.entries is None else self.entries
+    return tuple(path for path in paths if not covered(path))
 
   def options(self) -> dict[str, Any]:
     return {'path': self.path, 'preload': self.source}
@@ -92,8 +97,8 @@ def readable() -> tuple[str, ...]:
   return tuple(paths)
 
 
-# The code directory comes last in `sys.path`, so that files beside `inside` hide none of Python's
-# own modules.
+# The code directory is the last entry of `sys.path`, so that files beside `inside` cannot hide
+# Python's own modules.
 _START = (
   'import json, os, sys; options = json.loads(os.read(0, int(sys.argv[2]))); '
   'sys.path.append(options["code"]); from inside.zygote import main; main(options)'
@@ -240,7 +245,7 @@ class Bubblewrap:
     with self.start(subprocess.PIPE) as first:  # Checks that bwrap works here.
       if reason := first_words(first):
         process = self._processes.pop()
-        process.kill()  # It may be stuck.
+        process.kill()  # Killed, because it may be stuck.
         raise NoIsolation(
           process.communicate()[1].decode(errors='replace').strip()[-200:] or reason
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import json
 import select
 import socket
 import threading
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.rewards.sandbox.comparison import Tolerance, read_credit, same_output, share
 from jaxrl_llm.rewards.sandbox.inside.channel import Channel, ChannelClosed
 from jaxrl_llm.rewards.sandbox.isolation import (
   NOTHING,
@@ -32,12 +34,18 @@ _GRACE_S = 15.0
 """Seconds after a program's wall-clock limit within which the sandbox must report the outcome."""
 
 
+MAX_WEIGHT = 1e6
+"""Maximum weight of a test."""
+_CHECKING = 0.2
+"""Fraction of a program's wall-clock limit that is reserved for its checker."""
+
+
 class SandboxError(RuntimeError):
-  """The sandbox failed, and not the program in it."""
+  """The sandbox itself failed, as opposed to the program in it."""
 
 
 class Ending(enum.StrEnum):
-  """How a program ended."""
+  """Ways in which a program can end."""
 
   PASSED = 'passed'
   FAILED = 'failed'
@@ -47,7 +55,7 @@ class Ending(enum.StrEnum):
   """The program exited with a nonzero code, or before its tests were over."""
   SIGNAL = 'signal'
   WALL = 'wall'
-  """The program reached the wall-clock limit for another reason than a busy machine."""
+  """The program reached the wall-clock limit, and not because the machine was busy."""
   CPU = 'cpu'
   """The program used up its processor time."""
   MEMORY = 'memory'
@@ -76,7 +84,7 @@ class Limits:
   """Maximum number of files that each process may have open."""
   file_mib: int = 64
   tmp_mib: int = 64
-  """Maximum total size in MiB of all files, which are held in memory."""
+  """Maximum total size in MiB of all files, which are stored in memory."""
   output_kib: int = 1024
   """Maximum size of the standard output in KiB. The same maximum applies to the standard error."""
 
@@ -84,6 +92,10 @@ class Limits:
     for name, value in dataclasses.asdict(self).items():
       if not 0 < value < 1 << 40:
         raise UserError(f'sandbox: limit {name} is {value}, wanted a positive number')
+
+  def shortened(self, fraction: float) -> Limits:
+    """Returns these limits with the wall-clock time multiplied by `fraction`."""
+    return dataclasses.replace(self, wall_s=fraction * self.wall_s)
 
   def message(self) -> dict[str, Any]:
     """Returns the limits in the form that the supervisor reads."""
@@ -109,9 +121,16 @@ class ProgramOutcome:
   detail: str = ''
   """Details of the ending: the exception, exit code or signal, or the first test that failed."""
   seconds: float = 0.0
+  weighted: float | None = None
+  """Weighted share of the tests that the program passed, in [0, 1]. None if all tests have the same
+  weight and no checker gave partial credit.
+  """
 
   @property
   def fraction(self) -> float:
+    """Share of the tests that the program passed, weighted if the tests have weights."""
+    if self.weighted is not None:
+      return self.weighted
     return self.passed / self.total if self.total else 0.0
 
 
@@ -121,6 +140,35 @@ class Case:
 
   stdin: str
   stdout: str
+  """Expected output."""
+  weight: float = 1.0
+  cpu_s: float | None = None
+  """Maximum processor time of this test in seconds. It has no effect if it exceeds the limit for
+  all tests together.
+  """
+  memory_mib: int | None = None
+  """Maximum memory of this test in MiB. It has no effect if it exceeds the program's limit."""
+  tolerance: Tolerance | None = None
+  """Permitted difference between numbers in the output and the expected ones. If None, lines must
+  be equal.
+  """
+
+  def __post_init__(self):
+    if not 0 <= self.weight <= MAX_WEIGHT:
+      raise UserError(f'a test has weight {self.weight}, wanted a number from 0 to {MAX_WEIGHT:g}')
+    for name in ('cpu_s', 'memory_mib'):
+      value = getattr(self, name)
+      if value is not None and not 0 < value < 1 << 40:
+        raise UserError(f'a test has {name} {value}, wanted a positive number')
+
+  def limits(self) -> dict[str, float]:
+    """Returns the test's own limits in the form that the supervisor reads."""
+    own: dict[str, float] = {}
+    if self.cpu_s is not None:
+      own['cpu_s'] = self.cpu_s
+    if self.memory_mib is not None:
+      own['memory_bytes'] = self.memory_mib << 20
+    return own
 
 
 T = TypeVar('T')
@@ -201,37 +249,108 @@ class Sandboxes:
     return self._starter.kind
 
   def run_cases(
-    self, program: str, cases: Sequence[Case], stop: Stop | None = None
+    self,
+    program: str,
+    cases: Sequence[Case],
+    stop: Stop | None = None,
+    checker: str | None = None,
   ) -> ProgramOutcome:
     """Runs the program once for each case.
 
-    A case passes if the program prints the expected output, apart from white space at line ends and
-    empty lines at the end.
+    A case passes if the program prints the expected output (`comparison.same_output`). If there is
+    a checker, it decides instead. A checker is a program that reads a JSON object with `input`,
+    `expected` and `actual` from standard input and prints its credit for the output, a number from
+    0 to 1, as the last line. It runs in a separate sandbox.
+
+    Raises SandboxError if the sandbox fails, or the checker fails even on an expected output.
     """
+    # One share of the time is for the checker. Another is for finding out why the checker failed.
+    limits = self._limits if checker is None else self._limits.shortened(1 - 2 * _CHECKING)
+    results: list[dict[str, Any]] = []
 
     def run(control: Channel) -> ProgramOutcome:
-      control.send({'form': 'stdio', 'program': program, 'limits': self._limits.message()})
-      passed, first = 0, None
+      control.send({'form': 'stdio', 'program': program, 'limits': limits.message()})
       for case in cases:
-        control.send({'stdin': case.stdin})
-        result = _judged(control.receive())
-        if result['ended'] == 'ok' and _lines(result['stdout']) == _lines(case.stdout):
-          passed += 1
-        elif first is None:
-          first = result
-        # These limits apply to all cases together, so no time is left for the remaining ones.
-        if result['ended'] in ('wall', 'cpu'):
+        control.send({'stdin': case.stdin, 'limits': case.limits()})
+        results.append(_judged(control.receive()))
+        if results[-1]['spent']:  # No time is left for the remaining cases.
           break
-      ended = (
-        Ending.PASSED
-        if first is None
-        else Ending.FAILED
-        if first['ended'] == 'ok'
-        else Ending(first['ended'])
-      )
-      return self._outcome(ended, passed, len(cases), '' if first is None else _detail(first))
+      return self._outcome(Ending.PASSED, len(results), len(cases), '')
 
-    return self._in_sandbox(run, len(cases), stop)
+    outcome = self._in_sandbox(run, len(cases), stop)
+    if outcome.ended == Ending.LOST:
+      return outcome
+    ran = [number for number, result in enumerate(results) if result['ended'] == 'ok']
+    outputs = [(cases[number], results[number]['stdout']) for number in ran]
+    if checker is None:
+      judged = [same_output(output, case.stdout, case.tolerance) for case, output in outputs]
+    else:
+      judged = self._checked(checker, outputs, stop)
+    credits = [0.0] * len(cases)
+    for number, credit in zip(ran, judged, strict=True):
+      credits[number] = float(credit)
+    weights = [case.weight for case in cases]
+    equal = len(set(weights)) == 1 and {0.0, 1.0}.issuperset(credits)
+    outcome = dataclasses.replace(
+      outcome,
+      passed=credits.count(1.0),
+      weighted=None if equal else share(credits, weights),
+    )
+    failed = [result for result, credit in zip(results, credits, strict=False) if credit < 1]
+    if not failed:
+      return outcome
+    ended = Ending.FAILED if failed[0]['ended'] == 'ok' else Ending(failed[0]['ended'])
+    return dataclasses.replace(outcome, ended=ended, detail=_detail(failed[0])[-500:])
+
+  def _checked(
+    self, checker: str, outputs: Sequence[tuple[Case, str]], stop: Stop | None
+  ) -> list[float]:
+    """Returns the checker's credit for each output of a case. If the checker fails on an output,
+    the credit is 0, unless it also fails on the expected output. In that case, SandboxError is
+    raised.
+    """
+    questions = [
+      {'input': case.stdin, 'expected': case.stdout, 'actual': output} for case, output in outputs
+    ]
+    replies = self._ask_checker(checker, questions, stop)
+    failed = [number for number, (credit, _) in enumerate(replies) if credit is None]
+    if failed:
+      # The earlier cases are checked again too, because they used part of the checker's time.
+      expected = [
+        {**question, 'actual': question['expected']} for question in questions[: failed[-1] + 1]
+      ]
+      again = self._ask_checker(checker, expected, stop)
+      for number in failed:
+        credit, detail = again[number] if number < len(again) else again[-1]
+        if credit is None:
+          raise SandboxError(f'the checker fails on its own expected output: {detail}')
+    credits = [0.0 if credit is None else credit for credit, _ in replies]
+    return credits + [0.0] * (len(questions) - len(credits))
+
+  def _ask_checker(
+    self, checker: str, questions: Sequence[dict[str, str]], stop: Stop | None
+  ) -> list[tuple[float | None, str]]:
+    """Returns the checker's credit for each question and how the checker ended. The credit is None
+    if the checker failed. Questions after the one at which the checker ran out of time are left
+    out.
+    """
+    limits = self._limits.shortened(_CHECKING)
+    replies: list[tuple[float | None, str]] = []
+
+    def run(control: Channel) -> ProgramOutcome:
+      control.send({'form': 'stdio', 'program': checker, 'limits': limits.message()})
+      for question in questions:
+        control.send({'stdin': json.dumps(question)})
+        result = _judged(control.receive())
+        credit = read_credit(result['stdout']) if result['ended'] == 'ok' else None
+        replies.append((credit, f'{result["ended"]} {_detail(result)}'.rstrip()))
+        if result['spent']:
+          break
+      return self._outcome(Ending.PASSED, 1, 1, '')
+
+    if questions and self._in_sandbox(run, 1, stop).ended == Ending.LOST:
+      replies.append((None, 'lost'))
+    return replies
 
   def output(self, program: str, stdin: str) -> tuple[ProgramOutcome, str]:
     """Runs the program once. Returns its outcome and its standard output.
@@ -259,13 +378,17 @@ class Sandboxes:
     tests: Sequence[str],
     entry_point: str | None = None,
     stop: Stop | None = None,
+    weights: Sequence[float] = (),
   ) -> ProgramOutcome:
     """Runs the program, then its tests in order, all in one namespace.
 
-    A test passes if it raises no exception.
+    A test passes if it raises no exception. Without `weights`, all tests weigh the same.
     """
 
+    passed: list[bool] = []
+
     def run(control: Channel) -> ProgramOutcome:
+      nonlocal passed
       control.send({'form': 'tests', 'program': program, 'limits': self._limits.message()})
       control.send({'tests': list(tests), 'entry_point': entry_point})
       result = _judged(control.receive())
@@ -281,7 +404,9 @@ class Sandboxes:
       ended = Ending.EXIT if result['ended'] == 'ok' else Ending(result['ended'])
       return self._outcome(ended, sum(passed), len(tests), _detail(result))
 
-    return self._in_sandbox(run, len(tests), stop)
+    outcome = self._in_sandbox(run, len(tests), stop)
+    weighted = share(passed, weights) if weights and passed else None
+    return dataclasses.replace(outcome, weighted=weighted)
 
   def close(self) -> None:
     """Ends idle sandboxes and running programs. Calls that run programs then raise SandboxError."""
@@ -375,12 +500,18 @@ class Work:
   program: str
   cases: tuple[Case, ...] = ()
   tests: tuple[str, ...] = ()
+  weights: tuple[float, ...] = ()
+  """Weights of `tests`; empty if all weights are equal. Cases contain their weights."""
   entry_point: str | None = None
+  checker: str | None = None
+  """Program that judges the outputs of `cases` (see `Sandboxes.run_cases`); None to compare
+  outputs.
+  """
 
   def run(self, sandboxes: Sandboxes, stop: Stop | None = None) -> ProgramOutcome:
     if self.cases:
-      return sandboxes.run_cases(self.program, self.cases, stop)
-    return sandboxes.run_tests(self.program, self.tests, self.entry_point, stop)
+      return sandboxes.run_cases(self.program, self.cases, stop, self.checker)
+    return sandboxes.run_tests(self.program, self.tests, self.entry_point, stop, self.weights)
 
 
 def _hang_up(control: socket.socket) -> None:
@@ -405,13 +536,6 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
       'once, or raise wall_s and the deadline above it'
     )
   return result
-
-
-def _lines(text: str) -> list[str]:
-  """Splits text into lines. Removes white space at line ends, and empty lines at the end of the
-  text.
-  """
-  return [line.rstrip() for line in text.rstrip().split('\n')]
 
 
 def _detail(result: dict[str, Any]) -> str:

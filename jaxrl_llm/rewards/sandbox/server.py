@@ -21,6 +21,7 @@ from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.sandbox.isolation import Isolation, NoIsolation
+from jaxrl_llm.rewards.sandbox.libraries import Library, preload_of
 from jaxrl_llm.rewards.sandbox.sandbox import (
   Limits,
   ProgramOutcome,
@@ -45,9 +46,9 @@ MOST = Limits(
   tmp_mib=1024,
   output_kib=65536,
 )
-"""Largest limits for which a request may ask."""
+"""Maximum limits that a request may ask for."""
 _KINDS = 8
-"""Maximum number of different `Limits` for which sandboxes are kept ready."""
+"""Maximum number of combinations of limits and libraries for which sandboxes are kept ready."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class Order:
 
   work: Work
   limits: Limits
+  libraries: tuple[Library, ...] = ()
+  """Libraries that the program may import."""
 
 
 class SandboxServer:
@@ -69,13 +72,13 @@ class SandboxServer:
   def __init__(self, *, isolation: Isolation = 'auto', at_once: int):
     self._isolation, self._at_once = isolation, at_once
     self._threads = ThreadPoolExecutor(at_once, thread_name_prefix='sandbox')
-    self._kinds: dict[Limits, Sandboxes] = {}
+    self._kinds: dict[tuple[Limits, frozenset[Library]], Sandboxes] = {}
     self._making = threading.Lock()
     self._sandboxes(Limits())
 
   @property
   def isolation(self) -> str:
-    return self._kinds[Limits()].isolation
+    return self._kinds[Limits(), frozenset()].isolation
 
   def application(self) -> web.Application:
     """Returns the application that answers requests."""
@@ -95,11 +98,12 @@ class SandboxServer:
   async def _run(self, request: web.Request) -> web.Response:
     try:
       order = from_json(await request.json(), Order, 'body')
-      # This runs in a thread, because the first request with these limits starts sandboxes.
+      # This runs in a thread, because the first request of its kind starts sandboxes.
       sandboxes = await asyncio.get_running_loop().run_in_executor(
-        self._threads, self._sandboxes, order.limits
+        self._threads, self._sandboxes, order.limits, frozenset(order.libraries)
       )
-    except NoIsolation as error:  # Before its base class UserError. Another host may succeed.
+    except NoIsolation as error:
+      # NoIsolation must be caught before UserError, its base class. Another host may succeed.
       return web.Response(status=503, text=str(error))
     except (UserError, ValueError) as error:
       return web.Response(status=400, text=str(error))
@@ -120,25 +124,32 @@ class SandboxServer:
       return web.Response(status=503, text=f'{type(error).__name__}: {error}')
     return web.json_response(dataclasses.asdict(outcome))
 
-  def _sandboxes(self, limits: Limits) -> Sandboxes:
+  def _sandboxes(self, limits: Limits, libraries: frozenset[Library] = frozenset()) -> Sandboxes:
     for name, most in dataclasses.asdict(MOST).items():
       asked = getattr(limits, name)
       if asked > most:
         raise UserError(f'limit {name} is {asked}, wanted {most} at most')
     with self._making:
-      if limits not in self._kinds:
+      kind = limits, libraries
+      if kind not in self._kinds:
         if len(self._kinds) == _KINDS:
           raise UserError(
-            f'this host already has sandboxes with {_KINDS} different limits; use one of them'
+            f'this host already has sandboxes with {_KINDS} different limits or libraries; use one '
+            'of them'
           )
-        self._kinds[limits] = Sandboxes(limits, isolation=self._isolation, waiting=self._at_once)
-      return self._kinds[limits]
+        self._kinds[kind] = Sandboxes(
+          limits,
+          isolation=self._isolation,
+          waiting=self._at_once,
+          preload=preload_of(tuple(sorted(libraries))),
+        )
+      return self._kinds[kind]
 
 
-def order_body(work: Work, limits: Limits) -> dict[str, Any]:
-  return dataclasses.asdict(Order(work=work, limits=limits))
+def order_body(work: Work, limits: Limits, libraries: tuple[Library, ...] = ()) -> dict[str, Any]:
+  return dataclasses.asdict(Order(work=work, limits=limits, libraries=libraries))
 
 
 def read_outcome(answer: Json) -> ProgramOutcome:
-  """Converts a server's answer to an outcome. Raises UserError if the answer has another form."""
+  """Converts a server's response to an outcome. Raises UserError if the response is malformed."""
   return from_json(answer, ProgramOutcome, 'answer of the sandbox host')

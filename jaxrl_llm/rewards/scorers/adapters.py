@@ -40,7 +40,9 @@ class VerlOptions:
   are verl's `custom_reward_function.path` and `name`.
   """
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Further keyword arguments of the function (verl's `custom_reward_function.reward_kwargs`)."""
+  """Additional keyword arguments of the function (verl's
+  `custom_reward_function.reward_kwargs`).
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class PythonOptions:
   `path/to/file.py:attribute`.
   """
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Further keyword arguments of the function."""
+  """Additional keyword arguments of the function."""
 
 
 class UserFunction:
@@ -174,8 +176,8 @@ def data_source(task: Task) -> str:
 
 
 def prompt_text(task: Task) -> str:
-  """Returns the prompt as text: the row's prompt if it is text, else the contents of the task's
-  messages, joined by blank lines.
+  """Returns the prompt as text. This is the row's prompt if that is text, or else the contents of
+  the task's messages, joined by blank lines.
   """
   prompt = task.fields.get('prompt')
   return (

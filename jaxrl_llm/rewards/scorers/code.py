@@ -14,16 +14,17 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+import threading
 from typing import Any, Literal
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.remote import DiscoveringOptions, ServiceClient
-from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Attempt, Awaited, Discovers, Scorer, ScorerConfig, Verdict
 from jaxrl_llm.rewards.sandbox.isolation import Isolation
-from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, ProgramOutcome, Sandboxes, Work
+from jaxrl_llm.rewards.sandbox.libraries import Library, preload_of
+from jaxrl_llm.rewards.sandbox.rows import read_tests
+from jaxrl_llm.rewards.sandbox.sandbox import Limits, ProgramOutcome, Sandboxes, Work
 from jaxrl_llm.rewards.sandbox.server import RUN_PATH, order_body, read_outcome
 
 
@@ -40,6 +41,10 @@ class CodeOptions(DiscoveringOptions):
   """
   isolation: Isolation = 'auto'
   """Isolation of programs that run on this machine."""
+  libraries: tuple[Library, ...] = ()
+  """Libraries that programs may import besides the standard library. They are loaded once, before
+  programs start, and must be installed where the programs run.
+  """
   wall_s: float = Limits.wall_s
   """Wall-clock limit in seconds for a program with all of its tests.
 
@@ -56,6 +61,14 @@ class CodeOptions(DiscoveringOptions):
   file_mib: int = Limits.file_mib
   tmp_mib: int = Limits.tmp_mib
   output_kib: int = Limits.output_kib
+  cpu_factor: float = 1.0
+  """Factor by which the time limits stated by tests are multiplied, because data sets often state
+  the times of compiled programs.
+  """
+
+  def __post_init__(self):
+    if not 0 < self.cpu_factor < math.inf:
+      raise UserError(f"scorer 'code': cpu_factor is {self.cpu_factor}, wanted a positive number")
 
   @property
   def limits(self) -> Limits:
@@ -91,16 +104,22 @@ def _block(fence: re.Match[str]) -> str:
   )
 
 
+# Python 3.11 counts the depth of the tree for all threads together: if a garbage collection lets
+# another thread parse meanwhile, ast.parse raises SystemError.
+_PARSING = threading.Lock()
+
+
 def _parses(source: str) -> ast.Module | None:
   try:
-    return ast.parse(source)
+    with _PARSING:
+      return ast.parse(source)
   except (SyntaxError, ValueError, RecursionError, MemoryError):
     return None
 
 
 def _is_code(source: str) -> bool:
-  """Whether the source is code that defines or imports something and uses no undefined names,
-  rather than prose or a usage example.
+  """Returns whether the source is code that defines or imports something and uses no undefined
+  names, rather than prose or a usage example.
   """
   tree = _parses(source)
   kinds = (
@@ -112,7 +131,7 @@ def _is_code(source: str) -> bool:
 
 
 def _stands_alone(tree: ast.Module) -> bool:
-  """Whether the module defines every name that it uses outside of function bodies."""
+  """Returns whether the module defines every name that it uses outside of function bodies."""
   used, defined, nodes = set(), set(dir(builtins)), [tree]
   while nodes:
     node = nodes.pop()
@@ -156,46 +175,13 @@ def program_of(completion: str, prompt: str) -> str | None:
   return joined if _is_code(beginning) and _parses(joined) is not None else code
 
 
-_ENTRY_POINT = re.compile(r'[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*')
+def read_work(attempt: Attempt, cpu_factor: float = 1.0) -> Work | Verdict:
+  """Returns the program with its tests as `Work`. If there is nothing to run, returns the verdict
+  instead.
 
-
-def read_tests(fields: Mapping[str, Json]) -> Work | None:
-  """Reads the tests of a task into a `Work` with an empty program. Returns None if the task has no
-  tests.
-
-  Raises ValueError if the tests are malformed.
+  Args:
+    cpu_factor: factor by which the time limits stated by tests are multiplied.
   """
-  tests, entry_point = fields.get('tests'), fields.get('entry_point')
-  if not tests:
-    return None
-  if entry_point is not None and not (
-    isinstance(entry_point, str) and _ENTRY_POINT.fullmatch(entry_point)
-  ):
-    raise ValueError(
-      f'entry_point is {entry_point!r}, wanted the name of a function, or Class().method'
-    )
-  name = None if entry_point is None else re.split(r'[.(]', entry_point)[0]
-  if isinstance(tests, str):
-    if entry_point is None:
-      raise ValueError(
-        'tests are a string, and entry_point is missing; wanted the name that check(candidate) '
-        'receives'
-      )
-    return Work(program='', tests=(f'{tests}\n\ncheck({entry_point})\n',), entry_point=name)
-  if isinstance(tests, Sequence):
-    if all(isinstance(test, str) for test in tests):
-      return Work(program='', tests=tuple(tests), entry_point=name)
-    if all(isinstance(test, Mapping) and {'stdin', 'stdout'} <= test.keys() for test in tests):
-      cases = tuple(Case(stdin=str(test['stdin']), stdout=str(test['stdout'])) for test in tests)
-      return Work(program='', cases=cases)
-  raise ValueError(
-    'tests are neither statements, nor a string that defines check, nor objects with stdin and '
-    'stdout'
-  )
-
-
-def read_work(attempt: Attempt) -> Work | Verdict:
-  """Returns the program with its tests. If there is nothing to run, returns the verdict instead."""
   try:
     work = read_tests(attempt.task.fields)
   except ValueError as error:
@@ -206,7 +192,11 @@ def read_work(attempt: Attempt) -> Work | Verdict:
   program = program_of(attempt.completion, asked[-1] if asked else '')
   if program is None:
     return Verdict(value=0.0, evidence={'reason': 'no code'})
-  return dataclasses.replace(work, program=program)
+  cases = tuple(
+    case if case.cpu_s is None else dataclasses.replace(case, cpu_s=cpu_factor * case.cpu_s)
+    for case in work.cases
+  )
+  return dataclasses.replace(work, program=program, cases=cases)
 
 
 def verdict_of(outcome: ProgramOutcome, credit: str) -> Verdict:
@@ -224,19 +214,18 @@ def verdict_of(outcome: ProgramOutcome, credit: str) -> Verdict:
 
 
 @functools.cache
-def _sandboxes(limits: Limits, isolation: Isolation) -> Sandboxes:
-  """Returns the sandboxes of this process with these limits and this isolation. They end with the
-  process.
-  """
-  return Sandboxes(limits, isolation=isolation)
+def _sandboxes(limits: Limits, isolation: Isolation, libraries: tuple[Library, ...]) -> Sandboxes:
+  """Returns the sandboxes of this process of this kind. They end with the process."""
+  return Sandboxes(limits, isolation=isolation, preload=preload_of(libraries))
 
 
 def score_code(attempt: Attempt, *, options: CodeOptions) -> Verdict:
   """Scores the completion's program with the task's tests, in a sandbox on this machine."""
-  work = read_work(attempt)
+  work = read_work(attempt, options.cpu_factor)
   if isinstance(work, Verdict):
     return work
-  return verdict_of(work.run(_sandboxes(options.limits, options.isolation)), options.credit)
+  sandboxes = _sandboxes(options.limits, options.isolation, options.libraries)
+  return verdict_of(work.run(sandboxes), options.credit)
 
 
 class SandboxHosts(ServiceClient):
@@ -244,15 +233,16 @@ class SandboxHosts(ServiceClient):
 
   def __init__(self, options: CodeOptions):
     super().__init__(options, "scorer 'code'", RUN_PATH)
-    self._limits, self._credit = options.limits, options.credit
+    self._options = options
 
   async def __call__(self, attempt: Attempt) -> Verdict:
     # This runs in a thread, because parsing a long completion would block the event loop.
-    work = await asyncio.to_thread(read_work, attempt)
+    work = await asyncio.to_thread(read_work, attempt, self._options.cpu_factor)
     if isinstance(work, Verdict):
       return work
-    answer = await self.post(order_body(work, self._limits))
-    return verdict_of(read_outcome(answer), self._credit)
+    options = self._options
+    answer = await self.post(order_body(work, options.limits, options.libraries))
+    return verdict_of(read_outcome(answer), options.credit)
 
 
 _SHARE = 0.8
@@ -309,5 +299,5 @@ def code_scorer(**options: Any) -> Scorer | Awaited:
     )
   # A sandbox is opened here so that a machine that cannot isolate programs is reported when the
   # scorer is built.
-  Sandboxes(limits, isolation=read.isolation).close()
+  Sandboxes(limits, isolation=read.isolation, preload=preload_of(read.libraries)).close()
   return functools.partial(score_code, options=read)

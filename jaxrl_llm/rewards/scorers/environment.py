@@ -1,4 +1,4 @@
-"""Scorer `environment`: its value is the reward that the workflow's environment gave."""
+"""Scorer `environment`: returns the reward of the workflow's environment."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from jaxrl_llm.rewards.api import Attempt, Awaited, Verdict, read_options
 
 
 async def read_environment(attempt: Attempt) -> Verdict:
-  """Returns the environment's reward. If the environment gave none, an episode that ran out of
-  tokens gets the value 0, and any other attempt cannot be scored.
+  """Returns the environment's reward. Without such a reward, the value is 0 if the episode ran out
+  of tokens or steps, and None otherwise.
   """
   if attempt.environment is not None:
     return attempt.environment
-  if attempt.finish_reason == Finish.LENGTH:
-    return Verdict(value=0.0, evidence={'ended': 'out of tokens before a reward'})
+  if attempt.finish_reason in (Finish.LENGTH, Finish.STEPS):
+    limit = 'tokens' if attempt.finish_reason == Finish.LENGTH else 'steps'
+    return Verdict(value=0.0, evidence={'ended': f'out of {limit} before a reward'})
   return Verdict(value=None, evidence={'error': 'no environment gave a reward'})
 
 
@@ -28,7 +29,7 @@ class EnvironmentOptions:
 
 
 def environment_scorer(**options: Any) -> Awaited:
-  """Scores with the reward that the workflow's environment gave, at the end or for each turn. The
+  """Scores with the reward of the workflow's environment, given at the end or for each turn. The
   options are `EnvironmentOptions`.
   """
   read_options(EnvironmentOptions, options, 'environment')

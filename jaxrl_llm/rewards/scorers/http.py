@@ -2,18 +2,22 @@
 response.
 
 The request is `{uid, prompt, completion, ground_truth, data_source, extra_info}`, where `prompt` is
-a list of chat messages. The response is `{value, parts, evidence}`, where `parts` and `evidence`
-are optional and `value` may also be named `score`. A null value means that the attempt cannot be
-judged. Any other response counts as a failure of the scorer, never as a value.
+a list of chat messages. The response is `{value, parts, evidence, step_values}`, where all but
+`value` are optional and `value` may also be named `score`. A null value means that the attempt
+cannot be judged. Any other response counts as a failure of the scorer, never as a value.
+
+`step_values` are the values from a process reward model, one per step. The option `steps`
+determines how they are used.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.net.client import Malformed
@@ -26,6 +30,14 @@ from jaxrl_llm.rewards.scorers.adapters import data_source, ground_truth
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EndpointOptions(DiscoveringOptions):
   """Options of the scorer. The addresses are complete URLs, such as `http://host:port/path`."""
+
+  steps: Literal['last', 'mean', 'min', 'product', 'sum', 'turns', 'turn_differences'] | None = None
+  """How the values of steps in the responses (`step_values`) become the reward. last, mean, min,
+  product, sum: the attempt's value is this function of them; turns: the value of step k is the
+  reward of the policy's turn k; turn_differences: the reward of turn k is the value of step k minus
+  that of step k - 1. For the last two, requests also contain `transcript`, the messages of the
+  conversation. If None, the response's `value` is used instead.
+  """
 
 
 def request_body(attempt: Attempt) -> dict[str, Json]:
@@ -48,8 +60,63 @@ def is_number(value: Any) -> bool:
   )
 
 
-def read_verdict(answer: Json) -> Verdict:
-  """Parses a response. Raises Malformed if it is not a verdict."""
+def _with_steps(
+  verdict: Verdict, answer: Mapping[str, Json], steps: str | None, turns: int
+) -> Verdict:
+  """Returns the verdict with the step values of the response taken into account.
+
+  Args:
+    turns: number of the policy's turns.
+
+  Raises Malformed if step values are missing or not finite, or if their number differs from the
+  number of turns although one per turn is required.
+  """
+  values = answer.get('step_values')
+  if values is None and steps is None:
+    return verdict
+  if (
+    not isinstance(values, list)
+    or not 0 < len(values) <= _MAX_STEPS
+    or not all(map(is_number, values))
+  ):
+    raise Malformed(
+      f'the answer has step_values {values!r:.100}, wanted 1 to {_MAX_STEPS} finite numbers'
+    )
+  values = [float(value) for value in values]
+  verdict = dataclasses.replace(verdict, evidence={**verdict.evidence, 'step_values': values})
+  if steps is None or verdict.value is None:
+    return verdict
+  if steps in _COMBINED:
+    return dataclasses.replace(verdict, value=_COMBINED[steps](values))
+  if len(values) != turns:
+    raise Malformed(f'the answer has {len(values)} step_values for {turns} turns of the policy')
+  before = [0.0, *values[:-1]] if steps == 'turn_differences' else [0.0] * len(values)
+  rewards = tuple(value - last for value, last in zip(values, before, strict=True))
+  return dataclasses.replace(verdict, value=0.0, turn_values=rewards)
+
+
+_MAX_STEPS = 4096
+_COMBINED: Mapping[str, Callable[[Sequence[float]], float]] = {
+  'last': lambda values: values[-1],
+  'mean': lambda values: math.fsum(values) / len(values),
+  'min': min,
+  'product': math.prod,
+  'sum': math.fsum,
+}
+
+
+def _policy_turns(attempt: Attempt) -> int:
+  after = attempt.transcript[len(attempt.task.prompt) :]
+  return sum(message['role'] == 'assistant' for message in after)
+
+
+def read_verdict(answer: Json, *, steps: str | None = None, turns: int = 1) -> Verdict:
+  """Parses a response. Raises Malformed if it is not a verdict.
+
+  Args:
+    steps: how step values are used; see `EndpointOptions.steps`.
+    turns: number of the policy's turns.
+  """
   fields = read_object(answer, 'the answer')
   named = [key for key in ('value', 'score') if key in fields]
   if len(named) != 1:
@@ -65,7 +132,8 @@ def read_verdict(answer: Json) -> Verdict:
   if not isinstance(evidence, Mapping):
     raise Malformed(f'the answer has evidence {evidence!r:.100}, wanted an object')
   numbers = {name: float(part) for name, part in parts.items()}
-  return Verdict(value=None if value is None else float(value), parts=numbers, evidence=evidence)
+  verdict = Verdict(value=None if value is None else float(value), parts=numbers, evidence=evidence)
+  return _with_steps(verdict, fields, steps, turns)
 
 
 class Endpoint(ServiceClient):
@@ -73,14 +141,19 @@ class Endpoint(ServiceClient):
 
   def __init__(self, options: EndpointOptions):
     super().__init__(options, "scorer 'http'")
+    self._steps = options.steps
 
   async def __call__(self, attempt: Attempt) -> Verdict:
-    return read_verdict(await self.post(request_body(attempt)))
+    body = request_body(attempt)
+    if self._steps in ('turns', 'turn_differences'):
+      body['transcript'] = [dict(message) for message in attempt.transcript]
+    answer = await self.post(body)
+    return read_verdict(answer, steps=self._steps, turns=_policy_turns(attempt))
 
 
 def http_scorer(**options: Any) -> Awaited:
-  """Calls an HTTP endpoint, which receives each attempt and responds with its value. The options
-  are `EndpointOptions`.
+  """Posts each attempt to an HTTP endpoint, which responds with its value. The options are
+  `EndpointOptions`.
   """
   read = from_json(dict(options), EndpointOptions, "options of scorer 'http'")
   read.check("scorer 'http'")

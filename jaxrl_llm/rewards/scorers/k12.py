@@ -35,7 +35,7 @@ class K12Options(AnswerOptions):
 
   @property
   def libraries(self) -> tuple[str, ...]:
-    return LIBRARIES  # A row may state any kind, and some kinds need them.
+    return LIBRARIES  # A row may state any kind, and some kinds need these libraries.
 
 
 def score_k12(

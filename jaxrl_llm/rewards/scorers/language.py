@@ -175,7 +175,7 @@ def words(sentence: str) -> list[tuple[str, str]]:
 
 
 def _latin(sentence: list[str], language: str) -> bool:
-  """Whether words in Latin script, all from one sentence, belong to the language."""
+  """Returns whether words in Latin script, all from one sentence, belong to the language."""
   occurrences = collections.Counter(word.casefold() for word in sentence)
   counts = {
     name: sum(occurrences[word] for word in function) for name, function in FUNCTION_WORDS.items()

@@ -113,8 +113,8 @@ def parse_region(text: str) -> tuple[Point, ...] | None:
 
 
 def contains(region: Sequence[Point], point: Point) -> bool:
-  """Whether the point is inside the polygon or on its edge. For a polygon that intersects itself,
-  the even-odd rule decides.
+  """Returns whether the point is inside the polygon or on its edge. For a polygon that intersects
+  itself, the even-odd rule decides.
   """
   inside = False
   for a, b in zip(region, [*region[1:], *region[:1]]):

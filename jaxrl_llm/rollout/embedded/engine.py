@@ -12,19 +12,22 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.process_clock import TOKENS
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.rollout.api import Completion, Request, Sampling, Weights
+from jaxrl_llm.rollout.api import Completion, Request, Sampling, Weights, joined
 from jaxrl_llm.rollout.embedded.programs import Decoded, Programs
 from jaxrl_llm.rollout.embedded.scheduler import QueuedRequest, Scheduler, Turn
+from jaxrl_llm.rollout.embedded.speculation import SpeculationConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,14 +45,26 @@ class EmbeddedConfig:
   empty, the lengths are powers of two from 16 up to the length of the longest sequence.
   """
   decode_steps: int = 16
-  """Maximum number of tokens that each slot samples in one device call. Finished sequences are
-  returned, and weights are updated, only between calls.
+  """Maximum number of decode steps in one device call. A step samples one token in each slot, or
+  several with `speculation`. Finished sequences are returned, and weights are updated, only between
+  calls.
   """
   max_stop_ids: int = 8
   """Maximum number of stop tokens per request."""
   filters: bool = True
   """Whether requests may use top_p or top_k, as some evaluations do. If so, one more decode program
   is compiled.
+  """
+  speculation: SpeculationConfig | None = None
+  """Speculative decoding: the engine drafts tokens by copying text from the prompt and the answer
+  so far, and verifies several of them in one decode step. None turns it off.
+  """
+  kv: Literal['recompute', 'keep'] | None = None
+  """Treatment of the KV cache at a weight update while completions are running, which is possible
+  only at a staleness bound above 0. 'recompute': keys and values are recomputed with the new
+  weights. 'keep': they are kept, so the update is faster, and later tokens attend to keys and
+  values from earlier weights. 'keep' is refused at bound 0. None means 'keep', and is permitted at
+  every bound.
   """
 
   def __post_init__(self):
@@ -93,6 +108,7 @@ def build_programs(
     buckets=plan_buckets(config.prefill_buckets, max_length=max_length),
     decode_steps=config.decode_steps,
     max_stop_ids=config.max_stop_ids,
+    speculation=config.speculation,
     device=device,
   )
 
@@ -102,7 +118,8 @@ class EmbeddedEngine:
   `rollout.api.Engine`.
 
   A weight update keeps the KV cache of running completions, so their later tokens attend to keys
-  and values of both versions. The segments of a completion record which version sampled each token.
+  and values of both versions, unless `EmbeddedConfig.kv` is 'recompute'. The segments of a
+  completion record which version sampled each token.
   Prompts that were prefilled for samples that have no slot yet are prefilled again. At staleness
   bound 0, no completion is running during a weight update.
   """
@@ -130,9 +147,12 @@ class EmbeddedEngine:
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
-    """Totals since the start: prefill_calls, prefilled_prompts, decode_calls, decode_steps, tokens,
-    completions.
+    """Totals since the start: prefill_calls, prefilled_prompts, decode_calls, decode_steps,
+    slot_steps (steps summed over the slots that sampled), tokens, drafted and accepted (tokens of
+    speculative decoding), completions, and discarded (tokens of completions that no caller has
+    received).
     """
+    self._taken: collections.Counter[str] = collections.Counter()
     self._config, self._run, self._max_length = config, run, max_length
     self._vocab = model.spec.vocab_size
     self._programs = build_programs(
@@ -146,25 +166,63 @@ class EmbeddedEngine:
       max_length=max_length,
       prefill_rows=config.prefill_rows,
       max_stop_ids=config.max_stop_ids,
+      recomputed=self._programs.buckets if config.kv == 'recompute' else (),
     )
+    self._sampled_s, self._turn_began = 0.0, None
+    self._undelivered = 0
+    """Number of tokens in finished completions that have not been delivered yet."""
     self._wake = asyncio.Event()
     self._turns = asyncio.Lock()
     self._driver: asyncio.Task | None = None
     self._failure: Exception | None = None
+    self._released = False
+
+  @property
+  def is_released(self) -> bool:
+    return self._released
+
+  is_outside = False
+
+  @property
+  def device_bytes(self) -> int:
+    return self._programs.nbytes
 
   @property
   def version(self) -> Version | None:
     return self._version
 
   @property
+  def sampled_s(self) -> float:
+    """Total seconds that the device has spent on turns so far, including the current turn."""
+    began = self._turn_began
+    return self._sampled_s + (0.0 if began is None else time.perf_counter() - began)
+
+  @property
   def free_slots(self) -> int:
     return self._scheduler.free_slots
 
   def take_metrics(self) -> dict[str, float]:
-    return {}
+    """Returns the metrics since the last call: the numbers of sampled tokens that were delivered or
+    discarded and, with speculative decoding, the share of accepted draft tokens and the number of
+    tokens per slot and step. Undefined metrics are omitted.
+    """
+    totals = self.counts + collections.Counter(discarded=self._scheduler.discarded)
+    since, self._taken = totals - self._taken, totals
+    metrics = {
+      f'{TOKENS}generated': float(since['tokens']),
+      f'{TOKENS}discarded': float(since['discarded']),
+      f'{TOKENS}open': float(self._scheduler.open_tokens + self._undelivered),
+    }
+    if self._config.speculation is not None and since['slot_steps']:
+      metrics['speculation/tokens_per_step'] = since['tokens'] / since['slot_steps']
+      if since['drafted']:
+        metrics['speculation/accepted_ratio'] = since['accepted'] / since['drafted']
+    return metrics
 
   async def start(self) -> None:
     await self._run(self._programs.compile, filtered=self._config.filters)
+    if not self._released:
+      await self._run(self._programs.restore)
     self._driver = asyncio.create_task(self._drive(), name=f'engine {self.name}')
 
   async def close(self) -> None:
@@ -182,7 +240,7 @@ class EmbeddedEngine:
     async with self._turns:
       self._check_alive()
       try:
-        await self._run(lambda: self._programs.load(dict(weights.leaves)))
+        await self._run(lambda: self._programs.load(joined(weights.leaves)))
       except asyncio.CancelledError:
         self._fail(
           RunError(
@@ -202,6 +260,20 @@ class EmbeddedEngine:
       self._version = version
       self._scheduler.relabel(version)
 
+  async def release(self, how: str) -> None:
+    async with self._turns:
+      self._check_alive()
+      self._scheduler.vacate()
+      await self._run(self._programs.release)
+      self._released = True
+
+  async def restore(self) -> None:
+    async with self._turns:
+      self._check_alive()
+      await self._run(self._programs.restore)
+      self._released = False
+    self._wake.set()
+
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
     self._check_alive()
     if self._version is None or self._driver is None:
@@ -211,14 +283,24 @@ class EmbeddedEngine:
     self._wake.set()
     try:
       for _ in range(request.samples):
-        # The wait 'completion' is bounded by `collect` and `suite`. A failed engine raises here.
+        # The wait 'completion' is bounded by the waits 'collect' and 'suite'.
         result = await queued.results.get()
         if isinstance(result, Exception):
           raise result
+        self._undelivered -= len(result[1].tokens)
         yield result
     finally:
       queued.left = True
+      self._discard_results(queued)
       self._wake.set()
+
+  def _discard_results(self, queued: QueuedRequest) -> None:
+    """Counts the tokens of completions whose caller has gone away as discarded."""
+    while not queued.results.empty():
+      result = queued.results.get_nowait()
+      if not isinstance(result, Exception):
+        self._undelivered -= len(result[1].tokens)
+        self.counts['discarded'] += len(result[1].tokens)
 
   def _check(self, request: Request) -> int:
     """Returns the length (bucket) to which the request's prompt is padded. Raises UserError if the
@@ -231,7 +313,7 @@ class EmbeddedEngine:
         f'{self._max_length} of engine {self.name}; raise rollout.max_prompt_length or '
         'max_response_length, or ask for fewer'
       )
-    # The first decode step takes the prompt's last token, so that prefill does not sample.
+    # The first decode step takes the prompt's last token, so prefill leaves it out.
     buckets = [bucket for bucket in self._programs.buckets if bucket >= length - 1]
     if not buckets:
       raise UserError(
@@ -265,12 +347,17 @@ class EmbeddedEngine:
       while True:
         async with self._turns:
           self._wake.clear()
-          turn = self._scheduler.plan(self._version)
+          turn = None if self._released else self._scheduler.plan(self._version)
           if turn is not None:
             decoded = await self._run(self._execute, turn)
-            self.counts['completions'] += self._scheduler.harvest(decoded)
+            ended = self._scheduler.harvest(decoded)
+            self.counts['completions'] += len(ended)
+            for queued, tokens in ended:
+              self._undelivered += tokens
+              if queued.left:
+                self._discard_results(queued)
         if turn is None:
-          # The wait 'request' is unbounded, since an engine waits for its next request.
+          # The wait 'request' is unbounded: an idle engine waits for its next request.
           await self._wake.wait()
     except Exception as error:
       logging.exception(
@@ -288,17 +375,27 @@ class EmbeddedEngine:
 
   def _execute(self, turn: Turn) -> Decoded:
     """Runs a turn on the device thread."""
+    self._turn_began = began = time.perf_counter()
+    try:
+      return self._executed(turn)
+    finally:
+      self._turn_began, self._sampled_s = None, self._sampled_s + time.perf_counter() - began
+
+  def _executed(self, turn: Turn) -> Decoded:
     for prefill in turn.prefills:
-      tokens = np.zeros((self._config.prefill_rows, prefill.requests[0].bucket), np.int32)
-      for row, queued in enumerate(prefill.requests):
-        tokens[row, : len(queued.request.prompt) - 1] = queued.request.prompt[:-1]
-      prefill.cache = self._programs.prefill(tokens)
+      tokens = np.zeros((self._config.prefill_rows, prefill.bucket), np.int32)
+      for row, sequence in enumerate(prefill.sequences):
+        tokens[row, : len(sequence)] = sequence
+      prefill.result = self._programs.prefill(tokens)
     for prefill, matrix in turn.admissions:
-      self._programs.admit(prefill.cache, matrix)
+      self._programs.admit(prefill.result, matrix)
     decoded = self._programs.decode(turn.control, filtered=turn.filtered)
     self.counts['prefill_calls'] += len(turn.prefills)
-    self.counts['prefilled_prompts'] += sum(len(prefill.requests) for prefill in turn.prefills)
+    self.counts['prefilled_prompts'] += sum(len(prefill.sequences) for prefill in turn.prefills)
     self.counts['decode_calls'] += 1
-    self.counts['decode_steps'] += int(decoded.produced.max())
+    self.counts['decode_steps'] += int(decoded.steps.max())
+    self.counts['slot_steps'] += int(decoded.steps.sum())
     self.counts['tokens'] += int(decoded.produced.sum())
+    self.counts['drafted'] += int(decoded.drafted.sum())
+    self.counts['accepted'] += int(decoded.accepted.sum())
     return decoded

@@ -10,6 +10,8 @@ call them from one thread only.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -22,7 +24,8 @@ from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.api import Model, unstack_layers
 from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.rollout.embedded.sampling import draw, draw_filtered
+from jaxrl_llm.rollout.embedded.sampling import Draw, draw, draw_filtered
+from jaxrl_llm.rollout.embedded.speculation import SpeculationConfig, propose
 
 
 class Slots(NamedTuple):
@@ -43,6 +46,17 @@ class Slots(NamedTuple):
   key: UInt32[Array, 'slots 2']
   stop_ids: Int32[Array, 'slots stops']
   """Stop tokens, padded with -1."""
+  history: Int32[Array, 'slots length']
+  """Tokens of the sequence before `token`, from which speculative decoding drafts. The first
+  `position` entries are valid; the others are arbitrary.
+  """
+
+
+class Prefilled(NamedTuple):
+  """Prompts without their last tokens, padded with zeros to the length of a bucket."""
+
+  cache: Cache
+  tokens: Int32[Array, 'rows bucket']
 
 
 class Admission(NamedTuple):
@@ -69,24 +83,30 @@ class Admission(NamedTuple):
 
 
 def admissions_matrix(slots: int, max_stop_ids: int) -> Int32[np.ndarray, 'slots columns']:
-  """Returns a matrix for `Programs.admit` in which every slot keeps its state."""
+  """Returns an argument for `Programs.admit` that admits nothing: every slot keeps its state."""
   return np.full((slots, 9 + max_stop_ids), -1, np.int32)
 
 
 class Decoded(NamedTuple):
   """Result of one decode call."""
 
-  tokens: Int32[np.ndarray, 'steps slots']
+  tokens: Int32[np.ndarray, 'most slots']
   """Sampled tokens. The tokens of slot i are the first `produced[i]` entries of column i."""
-  logprobs: Float[np.ndarray, 'steps slots']
+  logprobs: Float[np.ndarray, 'most slots']
   produced: Int32[np.ndarray, 'slots']
   remaining: Int32[np.ndarray, 'slots']
+  steps: Int32[np.ndarray, 'slots']
+  """Number of decode steps that sampled tokens of each slot."""
+  drafted: Int32[np.ndarray, 'slots']
+  """Number of tokens that were drafted for each slot."""
+  accepted: Int32[np.ndarray, 'slots']
+  """Number of sampled tokens that were drafted."""
 
 
 class Programs:
   """The compiled prefill, admit and decode programs with the weights and slots that they use.
 
-  Call `compile` and `load` before `prefill`, `admit` and `decode`.
+  Call `compile`, `restore` and `load` before `prefill`, `admit` and `decode`.
   """
 
   def __init__(
@@ -99,6 +119,7 @@ class Programs:
     buckets: tuple[int, ...],
     decode_steps: int,
     max_stop_ids: int,
+    speculation: SpeculationConfig | None = None,
     device: jax.Device,
   ):
     """
@@ -108,8 +129,10 @@ class Programs:
       max_length: length of the longest sequence in tokens, including its prompt.
       prefill_rows: number of prompts prefilled at a time.
       buckets: padded prompt lengths in tokens, ascending.
-      decode_steps: maximum number of tokens per slot in one decode call.
+      decode_steps: number of decode steps per call. A step samples one token per slot, or more with
+        speculative decoding.
       max_stop_ids: maximum number of stop tokens per request.
+      speculation: speculative decoding; None to sample one token per slot and step.
       device: device of the weights, the slots and the programs.
     """
     self.slots, self.buckets, self.prefill_rows, self.decode_steps = (
@@ -119,6 +142,7 @@ class Programs:
       decode_steps,
     )
     self.max_stop_ids, self.max_length = max_stop_ids, max_length
+    self._speculation = speculation
     self._model, self._place = model, SingleDeviceSharding(device)
     self._shapes = self._abstract(
       jax.eval_shape(lambda: unstack_layers(model.init(jax.random.key(0))))
@@ -130,6 +154,19 @@ class Programs:
     self._empty = functools.partial(_empty_slots, model, slots, max_length, max_stop_ids)
     self._params: Params | None = None
     self._state: Slots | None = None
+    self._waiting: Params | None = None
+    """Copy of the weights in host memory while the device memory is released; None otherwise."""
+
+  @property
+  def nbytes(self) -> int:
+    """Total size in bytes of the weights and the slots on the device."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((self._params, self._state)))
+
+  @property
+  def planned_bytes(self) -> int:
+    """Size in bytes that the weights and the slots will have, before they are created."""
+    shapes = jax.tree.leaves((self._shapes, jax.eval_shape(self._empty)))
+    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
 
   def lower(self, *, filtered: bool) -> dict[tuple[str, int], jax.stages.Lowered]:
     """Lowers every program of the engine. The keys of the result are ('prefill', bucket) and
@@ -152,28 +189,64 @@ class Programs:
       )
     for kind in sorted({False, filtered}):
       decode = jax.jit(
-        functools.partial(_decode, self._model, steps=self.decode_steps, filtered=kind),
+        functools.partial(
+          _decode,
+          self._model,
+          steps=self.decode_steps,
+          filtered=kind,
+          speculation=self._speculation,
+        ),
         donate_argnums=1,
       )
       lowered['decode', kind] = decode.lower(self._shapes, state, ints(1 + self.slots))
     return lowered
 
   def compile(self, *, filtered: bool) -> None:
-    """Compiles the programs and creates empty slots. The decode program with top-k and top-p is
-    compiled only if `filtered`.
+    """Compiles the programs. The decode program with top-k and top-p is compiled only if
+    `filtered`. Call `restore` to create the slots.
     """
     self._compiled = {
       name: lowered.compile() for name, lowered in self.lower(filtered=filtered).items()
     }
-    self._state = jax.jit(self._empty, out_shardings=self._place)()
+    self._make_slots = jax.jit(self._empty, out_shardings=self._place).lower().compile()
 
-  def load(self, params: Params) -> None:
-    """Copies the weights into buffers of this object. The tree may be nested or flat, and its
-    layers may be stacked or separate.
+  def release(self) -> None:
+    """Frees the device memory. The weights are kept in host memory; the contents of the slots are
+    lost.
     """
-    given = flatten(unstack_layers(unflatten(flatten(params))))
+    if self._params is not None:
+      self._waiting = jax.tree.map(np.array, self._params)
+    for leaf in jax.tree.leaves((self._params, self._state)):
+      leaf.delete()
+    self._params = self._state = None
+
+  def restore(self) -> None:
+    """Creates empty slots, and copies the weights back to the device if there are any."""
+    self._state = jax.block_until_ready(self._make_slots())
+    if self._waiting is not None:
+      self._params = jax.block_until_ready(jax.device_put(self._waiting, self._place))
+      self._waiting = None
+
+  def load(self, leaves: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Copies the weights into buffers of this object, which are on the device or, while its memory
+    is released, on the host. Each array is copied before the next is requested.
+
+    Args:
+      leaves: (name in the parameter tree, array) of each parameter. Layers may be stacked or
+        separate.
+    """
     wanted = flatten(self._shapes)
-    shapes = {name: np.shape(leaf) for name, leaf in given.items()}
+    copies, shapes = {}, {}
+    for given, array in leaves:
+      parts = {given: array}
+      if given not in wanted and given.startswith('layers/') and np.ndim(array):
+        parts = flatten(unstack_layers(unflatten(parts)))
+      for name, leaf in parts.items():
+        shapes[name] = np.shape(leaf)
+        if name in wanted and shapes[name] == wanted[name].shape:
+          # np.array always copies, even from a CPU device array, so device_put may alias it.
+          copy = np.array(leaf, wanted[name].dtype)
+          copies[name] = copy if self._state is None else jax.device_put(copy, self._place)
     wrong = [
       f'{name}: got {shapes.get(name)}, wanted {wanted[name].shape if name in wanted else None}'
       for name in sorted(shapes.keys() | wanted.keys())
@@ -183,29 +256,25 @@ class Programs:
       raise ValueError(
         f'weights do not match this model ({len(wrong)} arrays differ): {"; ".join(wrong[:4])}'
       )
-    # np.array always copies, even from a CPU device array, so device_put may alias the result.
-    copies = {
-      name: jax.device_put(np.array(leaf, wanted[name].dtype), self._place)
-      for name, leaf in given.items()
-    }
-    self._params = jax.block_until_ready(unflatten(copies))
+    if self._state is None:
+      self._waiting = unflatten(copies)
+    else:
+      self._params = jax.block_until_ready(unflatten(copies))
 
-  def prefill(self, tokens: Int32[np.ndarray, 'rows bucket']) -> Cache:
-    """Returns the keys and values of `prefill_rows` prompts, which are padded with zeros to the
+  def prefill(self, tokens: Int32[np.ndarray, 'rows bucket']) -> Prefilled:
+    """Computes the keys and values of `prefill_rows` prompts, which are padded with zeros to the
     length of a bucket.
     """
     return self._compiled['prefill', tokens.shape[1]](self._params, tokens)
 
-  def admit(self, prefilled: Cache, admissions: Int32[np.ndarray, 'slots columns']) -> None:
-    """Copies the keys and values of prefilled prompts into slots, and sets the slots' other fields
-    (see `Admission`).
-    """
-    self._state = self._compiled['admit', prefilled[0]['k'].shape[1]](
+  def admit(self, prefilled: Prefilled, admissions: Int32[np.ndarray, 'slots columns']) -> None:
+    """Copies prefilled prompts into slots, and sets the slots' other fields (see `Admission`)."""
+    self._state = self._compiled['admit', prefilled.tokens.shape[1]](
       self._state, prefilled, admissions
     )
 
   def decode(self, control: Int32[np.ndarray, 'controls'], *, filtered: bool) -> Decoded:
-    """Samples up to `decode_steps` tokens in every active slot.
+    """Runs up to `decode_steps` steps, each of which samples tokens in every active slot.
 
     Args:
       control: one entry for the call, then one entry per slot. The call stops early once the number
@@ -214,8 +283,10 @@ class Programs:
       filtered: whether top-k and top-p are applied.
     """
     self._state, out = self._compiled['decode', filtered](self._params, self._state, control)
-    steps, rows = self.decode_steps, np.asarray(out)
-    return Decoded(rows[:steps], rows[steps : 2 * steps].view(np.float32), rows[-2], rows[-1])
+    rows = np.asarray(out)
+    counts = len(Decoded._fields) - 2
+    tokens, bits = np.split(rows[:-counts], 2)
+    return Decoded(tokens, bits.view(np.float32), *rows[-counts:])
 
   def _abstract(self, tree):
     return jax.tree.map(
@@ -237,33 +308,34 @@ def _empty_slots(model: Model, slots: int, length: int, stops: int) -> Slots:
     top_p=zeros(dtype=jnp.float32) + 1,
     key=zeros(2, dtype=jnp.uint32),
     stop_ids=zeros(stops) - 1,
+    history=zeros(length),
   )
 
 
-def _prefill(model: Model, params: Params, tokens: Int32[Array, 'rows bucket']) -> Cache:
-  """Computes the keys and values of padded prompts. The padding's keys and values do no harm,
+def _prefill(model: Model, params: Params, tokens: Int32[Array, 'rows bucket']) -> Prefilled:
+  """Computes the keys and values of padded prompts. The padding's keys and values have no effect,
   because decode overwrites them before any token attends to them.
   """
   rows, bucket = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(bucket, dtype=jnp.int32), tokens.shape)
   _, cache = model.decode(params, tokens, positions, model.init_cache(rows, bucket))
-  return cache
+  return Prefilled(cache, tokens)
 
 
-def _admit(state: Slots, prefilled: Cache, admissions: Int32[Array, 'slots columns']) -> Slots:
+def _admit(state: Slots, prefilled: Prefilled, admissions: Int32[Array, 'slots columns']) -> Slots:
   source = admissions[:, 0]
   chosen = source >= 0
 
   def copy(
-    old: Float[Array, 'slots length *entry'], new: Float[Array, 'rows bucket *entry']
-  ) -> Float[Array, 'slots length *entry']:
+    old: Shaped[Array, 'slots length *entry'], new: Shaped[Array, 'rows bucket *entry']
+  ) -> Shaped[Array, 'slots length *entry']:
     head = old[:, : new.shape[1]]
-    rows = jnp.where(chosen[:, None, None, None], new[jnp.maximum(source, 0)], head)
-    return jax.lax.dynamic_update_slice(old, rows, (0, 0, 0, 0))
+    rows = jnp.where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), new[jnp.maximum(source, 0)], head)
+    return jax.lax.dynamic_update_slice(old, rows, (0,) * old.ndim)
 
   floats = jax.lax.bitcast_convert_type(admissions[:, 5:7], jnp.float32)
   new = Slots(
-    cache=jax.tree.map(copy, state.cache, prefilled),
+    cache=jax.tree.map(copy, state.cache, prefilled.cache),
     token=admissions[:, 1],
     position=admissions[:, 2],
     remaining=admissions[:, 3],
@@ -272,6 +344,7 @@ def _admit(state: Slots, prefilled: Cache, admissions: Int32[Array, 'slots colum
     top_p=floats[:, 1],
     key=jax.lax.bitcast_convert_type(admissions[:, 7:9], jnp.uint32),
     stop_ids=admissions[:, 9:],
+    history=copy(state.history, prefilled.tokens),
   )
 
   def keep(
@@ -287,9 +360,12 @@ def _admit(state: Slots, prefilled: Cache, admissions: Int32[Array, 'slots colum
 class _Carry(NamedTuple):
   step: Int32[Array, '']
   state: Slots
-  tokens: Int32[Array, 'steps slots']
-  logprobs: Float[Array, 'steps slots']
+  tokens: Int32[Array, 'most slots']
+  logprobs: Float[Array, 'most slots']
   produced: Int32[Array, 'slots']
+  steps: Int32[Array, 'slots']
+  drafted: Int32[Array, 'slots']
+  accepted: Int32[Array, 'slots']
 
 
 def _decode(
@@ -300,50 +376,119 @@ def _decode(
   *,
   steps: int,
   filtered: bool,
+  speculation: SpeculationConfig | None,
 ) -> tuple[Slots, Int32[Array, 'rows slots']]:
   """Runs decode steps and returns (new state, results). All results are in one integer array, so
   that one transfer copies them to the host.
   """
   slots = state.token.shape[0]
-  kernel = model.head_kernel(params)
+  width = 1 if speculation is None else 1 + speculation.tokens
   state = state._replace(remaining=jnp.where(control[1:] > 0, state.remaining, 0))
+  step = functools.partial(
+    _decode_step,
+    model,
+    params,
+    model.head_kernel(params),
+    filtered=filtered,
+    speculation=speculation,
+  )
 
   def go_on(carry: _Carry) -> Array:
     return (carry.step < steps) & ((carry.state.remaining > 0).sum() > control[0])
-
-  def advance(carry: _Carry) -> _Carry:
-    state = carry.state
-    hidden, cache = model.decode(params, state.token[:, None], state.position[:, None], state.cache)
-    logits = jax.lax.dot_general(
-      hidden[:, 0],
-      kernel.astype(hidden.dtype),
-      (((1,), (1,)), ((), ())),
-      preferred_element_type=jnp.float32,
-    )
-    common = (logits, state.key, state.position + 1, state.temperature)
-    drawn = draw_filtered(*common, state.top_k, state.top_p) if filtered else draw(*common)
-    active = state.remaining > 0
-    stopped = (drawn.tokens[:, None] == state.stop_ids).any(-1)
-    return _Carry(
-      step=carry.step + 1,
-      state=state._replace(
-        cache=cache,
-        token=jnp.where(active, drawn.tokens, state.token),
-        position=state.position + active,
-        remaining=jnp.where(active & ~stopped, state.remaining - 1, 0),
-      ),
-      tokens=carry.tokens.at[carry.step].set(drawn.tokens),
-      logprobs=carry.logprobs.at[carry.step].set(drawn.logprobs),
-      produced=carry.produced + active,
-    )
 
   def zeros(*shape: int, dtype=jnp.int32) -> Array:
     return jnp.zeros(shape, dtype)
 
   start = _Carry(
-    zeros(), state, zeros(steps, slots), zeros(steps, slots, dtype=jnp.float32), zeros(slots)
+    zeros(),
+    state,
+    zeros(steps * width, slots),
+    zeros(steps * width, slots, dtype=jnp.float32),
+    *(zeros(slots) for _ in range(4)),
   )
-  end = jax.lax.while_loop(go_on, advance, start)
+  end = jax.lax.while_loop(go_on, step, start)
   bits = jax.lax.bitcast_convert_type(end.logprobs, jnp.int32)
-  out = jnp.concatenate([end.tokens, bits, end.produced[None], end.state.remaining[None]])
-  return end.state, out
+  counts = (end.produced, end.state.remaining, end.steps, end.drafted, end.accepted)
+  return end.state, jnp.concatenate([end.tokens, bits, jnp.stack(counts)])
+
+
+def _decode_step(
+  model: Model,
+  params: Params,
+  kernel: Float[Array, 'vocab embed'],
+  carry: _Carry,
+  *,
+  filtered: bool,
+  speculation: SpeculationConfig | None,
+) -> _Carry:
+  """Samples one token in each active slot or, with speculation, up to 1 + `speculation.tokens`
+  tokens.
+  """
+  state = carry.state
+  most, slots = carry.tokens.shape
+  width = 1 if speculation is None else 1 + speculation.tokens
+  rows, offsets = jnp.arange(slots)[:, None], jnp.arange(width, dtype=jnp.int32)
+  active = state.remaining > 0
+  positions = state.position[:, None] + offsets
+  window, has_draft = state.token[:, None], jnp.zeros(slots, bool)
+  if speculation is not None:
+    history = state.history.at[rows, positions[:, :1]].set(window, mode='drop')
+    drafts, has_draft = propose(history, state.position, speculation)
+    window = jnp.concatenate([window, drafts], axis=1)
+  hidden, cache = model.decode(params, window, positions, state.cache)
+  drawn = _draw_window(hidden, kernel, state, filtered=filtered)
+  if speculation is not None:
+    state = state._replace(history=history.at[rows, positions + 1].set(drawn.tokens, mode='drop'))
+  # Accepts the sampled tokens up to and including the first that differs from its draft. All of
+  # them were sampled given correct earlier tokens.
+  agree = (window[:, 1:] == drawn.tokens[:, :-1]) & has_draft[:, None]
+  agreeing = jnp.cumprod(agree, axis=1, dtype=jnp.int32).sum(-1)
+  stops = (drawn.tokens[:, :, None] == state.stop_ids[:, None]).any(-1)
+  until_stop = jnp.where(stops, offsets + 1, width + 1).min(-1)
+  count = jnp.minimum(jnp.minimum(agreeing + 1, until_stop), state.remaining) * active
+  newest = jnp.take_along_axis(drawn.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+  places = jnp.where(offsets < count[:, None], carry.produced[:, None] + offsets, most)
+  return _Carry(
+    step=carry.step + 1,
+    state=state._replace(
+      cache=cache,
+      token=jnp.where(active, newest, state.token),
+      position=state.position + count,
+      remaining=jnp.where(active & (count != until_stop), state.remaining - count, 0),
+    ),
+    tokens=carry.tokens.at[places, rows].set(drawn.tokens, mode='drop'),
+    logprobs=carry.logprobs.at[places, rows].set(drawn.logprobs, mode='drop'),
+    produced=carry.produced + count,
+    steps=carry.steps + active,
+    drafted=carry.drafted + (active & has_draft) * (width - 1),
+    accepted=carry.accepted + jnp.minimum(agreeing, count),
+  )
+
+
+def _draw_window(
+  hidden: Float[Array, 'slots width embed'],
+  kernel: Float[Array, 'vocab embed'],
+  state: Slots,
+  *,
+  filtered: bool,
+) -> Draw:
+  """Samples the token after each token of the windows, which start at the slots' newest tokens.
+  Both fields of the result have the shape [slots, width].
+  """
+  slots, width = hidden.shape[:2]
+  logits = jax.lax.dot_general(
+    hidden.reshape(slots * width, -1),
+    kernel.astype(hidden.dtype),
+    (((1,), (1,)), ((), ())),
+    preferred_element_type=jnp.float32,
+  )
+
+  def each(values: Shaped[Array, 'slots *entry']) -> Shaped[Array, 'rows *entry']:
+    return jnp.repeat(values, width, axis=0)
+
+  positions = (state.position[:, None] + 1 + jnp.arange(width)).reshape(-1)
+  common = (logits, each(state.key), positions, each(state.temperature))
+  drawn = (
+    draw_filtered(*common, each(state.top_k), each(state.top_p)) if filtered else draw(*common)
+  )
+  return Draw(*(field.reshape(slots, width) for field in drawn))

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Int32
 
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.rollout.api import CUT, Completion, Request
-from jaxrl_llm.rollout.embedded.programs import Admission, Decoded, admissions_matrix
+from jaxrl_llm.rollout.embedded.programs import Admission, Decoded, Prefilled, admissions_matrix
 from jaxrl_llm.rollout.embedded.sampling import row_key
 
 
@@ -49,12 +48,17 @@ class QueuedRequest:
 
 @dataclasses.dataclass(eq=False)
 class Prefill:
-  """Prompts that are prefilled together. `cache` holds their keys and values once the turn that
-  contains this prefill has been executed.
+  """Sequences that are prefilled together: prompts, or running samples after a weight update.
+  `result` contains their keys and values after the turn with this prefill has been executed.
   """
 
-  requests: tuple[QueuedRequest, ...]
-  cache: Cache | None = None
+  sequences: tuple[Sequence[int], ...]
+  """Tokens whose keys and values are computed: each sequence without its newest token."""
+  bucket: int
+  """Length to which the sequences are padded."""
+  requests: tuple[QueuedRequest, ...] = ()
+  """Requests of the prompts; empty for running samples."""
+  result: Prefilled | None = None
 
   @property
   def pending(self) -> int:
@@ -90,8 +94,24 @@ class Scheduler:
   """
 
   def __init__(
-    self, *, name: str, seed: int, slots: int, max_length: int, prefill_rows: int, max_stop_ids: int
+    self,
+    *,
+    name: str,
+    seed: int,
+    slots: int,
+    max_length: int,
+    prefill_rows: int,
+    max_stop_ids: int,
+    recomputed: tuple[int, ...] = (),
   ):
+    """
+    Args:
+      recomputed: padded lengths (buckets), ascending, to which running samples are prefilled again
+        after a weight update. If empty, they keep their keys and values.
+    """
+    self._recomputed = recomputed
+    self._stale: set[int] = set()
+    """Slots whose keys and values must be computed again before the next decode call."""
     self._name, self._seed, self._prefill_rows, self._max_stop_ids = (
       name,
       seed,
@@ -104,6 +124,13 @@ class Scheduler:
     self._tokens = np.zeros((slots, max_length), np.int32)
     self._logprobs = np.zeros((slots, max_length), np.float32)
     self._filtered = False
+    self.discarded = 0
+    """Number of sampled tokens that no completion contains."""
+
+  @property
+  def open_tokens(self) -> int:
+    """Number of sampled tokens of unfinished completions."""
+    return sum(slot.length for slot in self._slots if slot is not None)
 
   @property
   def free_slots(self) -> int:
@@ -123,15 +150,37 @@ class Scheduler:
 
   def reweigh(self, version: Version) -> None:
     """Adapts to new weights. Running samples start a new segment, and prompts that were prefilled
-    for pending samples are queued to be prefilled again.
+    for pending samples are queued to be prefilled again. So are running samples, if configured.
     """
+    if self._recomputed:
+      self._stale = {i for i, occupant in enumerate(self._slots) if occupant is not None}
     for occupant in self._slots:
       if occupant is not None:
         drawn = [segment for segment in occupant.segments if segment[0] < occupant.length]
         occupant.segments = [*drawn, (occupant.length, version)]
-    self._waiting = [
-      queued for prefill in self._ready for queued in prefill.requests if queued.pending
-    ] + self._waiting
+    self._waiting = self._unprefilled() + self._waiting
+    self._ready = []
+
+  def _unprefilled(self) -> list[QueuedRequest]:
+    """Returns the requests of prefilled prompts that still have pending samples."""
+    return [queued for prefill in self._ready for queued in prefill.requests if queued.pending]
+
+  def vacate(self) -> None:
+    """Empties the slots before their keys and values are lost. Prompts that were prefilled for
+    pending samples are queued to be prefilled again.
+
+    Raises:
+      RuntimeError: a completion is in progress and its caller still waits for it.
+    """
+    running = [slot for slot in self._slots if slot is not None and not slot.queued.left]
+    if running:
+      raise RuntimeError(
+        f'engine {self._name}: released with {len(running)} completions in progress, the first of '
+        f'request {running[0].queued.request.uid}'
+      )
+    self.discarded += sum(slot.length for slot in self._slots if slot is not None)
+    self._slots = [None] * len(self._slots)
+    self._waiting = self._unprefilled() + self._waiting
     self._ready = []
 
   def relabel(self, version: Version) -> None:
@@ -146,13 +195,15 @@ class Scheduler:
     """Drops requests whose caller has stopped consuming results, fills free slots, and returns the
     next turn, or None if there is no work.
     """
+    self.discarded += sum(s.length for s in self._slots if s is not None and s.queued.left)
     self._slots = [None if slot is None or slot.queued.left else slot for slot in self._slots]
     self._waiting = [queued for queued in self._waiting if not queued.left]
     self._ready = [prefill for prefill in self._ready if prefill.pending]
     if self.free_slots == len(self._slots) and not self._ready and self._waiting:
       self._filtered = self._waiting[0].request.sampling.filtered
-    prefills = self._take_prompts()
-    admissions = self._fill_slots(version)
+    again = self._recompute()
+    prefills = [prefill for prefill, _ in again] + self._take_prompts()
+    admissions = again + self._fill_slots(version)
     occupied = [slot is not None for slot in self._slots]
     active = sum(occupied)
     if not active:
@@ -187,10 +238,39 @@ class Scheduler:
       chosen = set(requests)
       candidates = [queued for queued in candidates if queued not in chosen]
       self._waiting = [queued for queued in self._waiting if queued not in chosen]
-      taken.append(Prefill(tuple(requests)))
+      prompts = tuple(queued.request.prompt[:-1] for queued in requests)
+      taken.append(Prefill(prompts, bucket, tuple(requests)))
       short -= taken[-1].pending
     self._ready += taken
     return taken
+
+  def _recompute(self) -> list[tuple[Prefill, Int32[np.ndarray, 'slots columns']]]:
+    """Forms prefills of the running samples whose keys and values come from earlier weights.
+    Returns each prefill with the admission matrix that puts the samples back into their slots.
+    """
+    by_bucket: dict[int, list[tuple[int, list[int]]]] = {}
+    for slot in sorted(self._stale):
+      if (occupant := self._slots[slot]) is not None:
+        prompt = occupant.queued.request.prompt
+        tokens = [*prompt, *self._tokens[slot, : occupant.length].tolist()]
+        bucket = min(bucket for bucket in self._recomputed if bucket >= len(tokens) - 1)
+        by_bucket.setdefault(bucket, []).append((slot, tokens))
+    self._stale = set()
+    again = []
+    for bucket, running in sorted(by_bucket.items()):
+      for i in range(0, len(running), self._prefill_rows):
+        part = running[i : i + self._prefill_rows]
+        matrix = admissions_matrix(len(self._slots), self._max_stop_ids)
+        for row, (slot, tokens) in enumerate(part):
+          occupant = self._slots[slot]
+          request = occupant.queued.request
+          self._admission(request, occupant.index, row)._replace(
+            token=tokens[-1],
+            position=len(tokens) - 1,
+            remaining=request.max_tokens - occupant.length,
+          ).write(matrix[slot])
+        again.append((Prefill(tuple(tokens[:-1] for _, tokens in part), bucket), matrix))
+    return again
 
   def _fill_slots(
     self, version: Version | None
@@ -209,14 +289,13 @@ class Scheduler:
     for slot, (prefill, row, queued) in zip(free, samples):
       if prefill not in matrices:
         matrices[prefill] = admissions_matrix(len(self._slots), self._max_stop_ids)
-      self._admission(queued, row).write(matrices[prefill][slot])
+      self._admission(queued.request, queued.next_index, row).write(matrices[prefill][slot])
       self._slots[slot] = Occupant(queued, queued.next_index, [(0, version)])
       queued.admitted += 1
     self._ready = [prefill for prefill in self._ready if prefill.pending]
     return list(matrices.items())
 
-  def _admission(self, queued: QueuedRequest, row: int) -> Admission:
-    request = queued.request
+  def _admission(self, request: Request, index: int, row: int) -> Admission:
     return Admission(
       source=row,
       token=request.prompt[-1],
@@ -225,19 +304,19 @@ class Scheduler:
       top_k=request.sampling.top_k,
       temperature=request.sampling.temperature,
       top_p=request.sampling.top_p,
-      key=row_key(seed=self._seed, words=request.key, sample_index=queued.next_index),
+      key=row_key(seed=self._seed, words=request.key, sample_index=index),
       stop_ids=request.stop_ids,
     )
 
-  def harvest(self, decoded: Decoded) -> int:
-    """Stores the sampled tokens, delivers the finished completions, and returns the number of
-    finished completions.
+  def harvest(self, decoded: Decoded) -> list[tuple[QueuedRequest, int]]:
+    """Stores the sampled tokens and delivers the finished completions. Returns the request and the
+    number of tokens of each finished completion.
     """
     steps, slots = np.nonzero(np.arange(len(decoded.tokens))[:, None] < decoded.produced)
     lengths = np.array([0 if slot is None else slot.length for slot in self._slots])
     self._tokens[slots, lengths[slots] + steps] = decoded.tokens[steps, slots]
     self._logprobs[slots, lengths[slots] + steps] = decoded.logprobs[steps, slots]
-    ended = 0
+    ended: list[tuple[QueuedRequest, int]] = []
     for i, occupant in enumerate(self._slots):
       if occupant is None:
         continue
@@ -247,11 +326,12 @@ class Scheduler:
       end = request.repetition_end(tokens, start=before)
       if end is not None and (finish is None or end < occupant.length):
         # Tokens that the decode call sampled after the repetition are discarded.
+        self.discarded += occupant.length - end
         finish, occupant.length = Finish.REPETITION, end
       if finish is not None:
         self._slots[i] = None
         occupant.queued.results.put_nowait((occupant.index, self._completion(i, occupant, finish)))
-        ended += 1
+        ended.append((occupant.queued, occupant.length))
     return ended
 
   def _completion(self, slot: int, occupant: Occupant, finish: Finish) -> Completion:

@@ -33,7 +33,15 @@ def embedded_engine(config: EmbeddedConfig) -> EngineSpec:
           program,
         )
 
-  return EngineSpec(build=build, unsupported=config.unsupported, programs=programs)
+  def device_bytes(setting: EngineSetting, device: jax.Device) -> int:
+    return build_programs(_model(setting), config, setting.max_length, device).planned_bytes
+
+  return EngineSpec(
+    build=build,
+    unsupported=config.unsupported,
+    programs=programs,
+    device_bytes=device_bytes,
+  )
 
 
 def _model(setting: EngineSetting) -> Model:

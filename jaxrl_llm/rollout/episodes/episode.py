@@ -2,9 +2,13 @@
 
 The prompt of a turn consists of all earlier tokens and the new observations. The policy's
 completions stay as they were sampled, and only the text after them is rendered and encoded. The
-chat template may render the earlier turns differently, so that the rendered conversation does not
-begin with the text so far. In that case, the new observations are rendered after a placeholder
-conversation instead of the earlier turns.
+chat template may render earlier turns differently from the sampled text, so that the rendered
+conversation does not begin with the text so far. The option `history` selects the treatment of this
+case.
+
+An episode is recorded as a trajectory. A prompt that does not extend the previous tokens starts a
+new step of the trajectory, which is a separate sample. The prompt of the new step is encoded as a
+whole, and only the turns after it are trained on in this step.
 """
 
 from __future__ import annotations
@@ -13,19 +17,20 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.core.errors import RunError, one_line
+from jaxrl_llm.core.errors import RunError, UserError, one_line
 from jaxrl_llm.core.records.sample import Finish, Role, Sample
 from jaxrl_llm.core.records.task import ChatMessage
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.rewards.api import MAX_REWARD, Attempt, Reward, Verdict
+from jaxrl_llm.rewards.api import MAX_REWARD, Reward, Verdict
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
+from jaxrl_llm.rollout.contract import check_limits
 from jaxrl_llm.rollout.hub import Hub
 from jaxrl_llm.rollout.recording import Place, Recording
-from jaxrl_llm.rollout.workflow import Rollout, check_limits, completion_text, request_key, turns_of
+from jaxrl_llm.rollout.workflow import Rollout, completion_text, request_key, turns_of
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _MARK = '\ue000'
@@ -40,9 +45,44 @@ template renders.
 """
 
 
-class OutOfTokens(Exception):
-  """The episode has no tokens left for another turn. `Episodes` catches this exception and ends the
-  sample with the finish reason 'length'.
+History = Literal['keep', 'template']
+"""How messages are rendered if the chat template renders earlier turns differently from the tokens
+so far. 'keep': the earlier tokens stay, and the new messages are rendered after a placeholder
+conversation. 'template': the whole conversation is rendered, as a new step of the trajectory.
+"""
+
+
+class EpisodeOver(Exception):
+  """A limit of the run rules out another turn. `Episodes` catches this exception and ends the
+  trajectory with the finish reason `finish`.
+  """
+
+  finish: Finish
+
+
+class OutOfTokens(EpisodeOver):
+  """The step has no tokens left for another turn."""
+
+  finish = Finish.LENGTH
+
+
+class OutOfSteps(EpisodeOver):
+  """The next turn would begin a new step, but the trajectory already has its maximum number of
+  steps.
+  """
+
+  finish = Finish.STEPS
+
+
+class UnreadableObservation(RunError):
+  """An observation adds no tokens, or the tokenizer cannot encode it, or the chat template cannot
+  render it after the earlier turns.
+  """
+
+
+class PromptTooLong(Exception):
+  """The first prompt has more tokens than permitted. `Episodes` catches this exception and makes
+  the sample unscorable. The message is one line.
   """
 
 
@@ -50,18 +90,35 @@ class Turn(NamedTuple):
   """A completion of the policy within an episode."""
 
   text: str
-  """Decoded completion, without the end token. The text of a custom `stop` is part of it."""
+  """Decoded completion without the end token. A custom stop text at its end is included."""
   finish: Finish
+  prompt_tokens: int
+  """Number of tokens before the completion."""
+  completion_tokens: int
+  """Number of tokens of the completion, including an end token."""
+
+
+class _Prompt(NamedTuple):
+  """Text or messages that the policy reads before a turn."""
+
+  tokens: Sequence[int]
+  """Tokens of the new observations, or of the whole prompt of a new step."""
+  text: str
+  """Text of these tokens; empty for raw text and tokens."""
+  messages: list[ChatMessage]
+  """The conversation, including the new messages."""
+  begins_step: bool
 
 
 class Episode:
-  """Builds the sample of one attempt at a task from observations and the policy's completions.
+  """Builds the trajectory of one attempt at a task from observations and the policy's completions.
 
   Attributes:
     task: the attempted task.
     hub: access to scorers and auxiliary models.
     tokenizer: the policy's tokenizer.
-    turns: number of completions so far.
+    sampling: sampling parameters of every turn.
+    turns: number of completions so far, in all steps.
   """
 
   def __init__(
@@ -72,22 +129,34 @@ class Episode:
     *,
     sampling: Sampling,
     max_tokens: int,
+    max_steps: int = 1,
+    max_prompt: int | None = None,
+    history: History = 'keep',
     tools: Sequence[Mapping[str, Json]] = (),
   ):
     """
     Args:
-      place: task, group and index of the sample.
+      place: task, group and index of the trajectory.
       sampling: sampling parameters of every turn.
-      max_tokens: maximum number of tokens after the first prompt, including observations.
+      max_tokens: maximum number of tokens of a step after its prompt, including observations. A
+        later step has at most as many tokens as the first prompt and `max_tokens` together.
+      max_steps: maximum number of steps of the trajectory.
+      max_prompt: maximum number of tokens of the first prompt; None if the engine alone limits it.
       tools: JSON schemas of the tools, which the chat template describes to the policy.
     """
     self.task, self.hub, self.tokenizer, self.turns = place.task, hub, tokenizer, 0
-    self._place, self._sampling, self._max_tokens = place, sampling, max_tokens
+    self._place, self.sampling, self._history = place, sampling, history
+    self._max_tokens, self._max_steps, self._max_prompt = max_tokens, max_steps, max_prompt
     self._tools = [dict(tool) for tool in tools]
-    self._recording: Recording | None = None
+    self._recordings: list[Recording] = []
+    """Recording of each step."""
+    self._restarts = True
+    """Whether the next turn starts a new step."""
     self._messages: list[ChatMessage] = []
     self._text = ''
-    """Text of all tokens so far: rendered by the chat template, and continued by the policy."""
+    """Text of the current step: the output of the chat template, continued by the policy's
+    turns.
+    """
     self._is_raw = False
     """Whether an observation was raw text or tokens. After such an observation, the chat template
     cannot render further messages.
@@ -101,9 +170,27 @@ class Episode:
     self._ended = False
 
   @property
+  def steps(self) -> int:
+    """Number of steps so far."""
+    return len(self._recordings)
+
+  @property
   def room(self) -> int:
-    """Number of tokens that are left for observations and completions."""
-    return self._max_tokens - (self._recording.response_len if self._recording else 0)
+    """Number of tokens left in this step for observations and completions. After `restart`, the
+    next prompt has not been subtracted yet.
+    """
+    if self._restarts:
+      return self._max_tokens
+    step = self._recordings[-1]
+    return self._room_of(len(step) - step.response_len) - step.response_len
+
+  def _room_of(self, prompt_len: int) -> int:
+    """Returns the maximum number of tokens after the prompt of a step. No step may be longer in
+    total than the first step may be.
+    """
+    first = self._recordings[0] if self._recordings else None
+    first_len = prompt_len if first is None else len(first) - first.response_len
+    return min(self._max_tokens, first_len + self._max_tokens - prompt_len)
 
   @property
   def verdict(self) -> Verdict | None:
@@ -131,6 +218,37 @@ class Episode:
     self._check_open('observe')
     self._pending.append(observation)
 
+  def restart(self, prompt: Observation) -> None:
+    """Starts a new step: the policy's next turn depends only on `prompt` and later observations,
+    not on anything earlier.
+    """
+    self._check_open('restart')
+    self._restarts, self._is_raw, self._messages, self._text = True, False, [], ''
+    self._pending = [prompt]
+
+  def converse(
+    self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Json]] | None = None
+  ) -> None:
+    """Sets the whole conversation before the policy's next turn, replacing any observations since
+    the last turn. If it extends the conversation up to and including the last turn, the current
+    step continues. Any other conversation starts a new step.
+
+    Args:
+      messages: the conversation. The policy's turns are messages with role 'assistant' whose
+        content is `Turn.text`, without other keys.
+      tools: JSON schemas of the tools from now on. If they differ from the previous ones, a new
+        step starts. If None, the tools stay the same.
+    """
+    self._check_open('converse')
+    tools = self._tools if tools is None else [dict(tool) for tool in tools]
+    known = len(self._messages)
+    extends = list(messages[:known]) == self._messages and len(messages) > known
+    if extends and tools == self._tools and not self._is_raw:
+      self._pending = [messages[known:]]
+    else:
+      self._tools = tools
+      self.restart(messages)
+
   async def act(self, max_tokens: int | None = None, *, stop: Sequence[str] = ()) -> Turn:
     """Samples the policy's next turn, and returns it.
 
@@ -142,37 +260,45 @@ class Episode:
 
     Raises:
       OutOfTokens: the observations leave no tokens for a turn.
-      RunError: there was no observation since the last turn, or it has no token.
+      OutOfSteps: the turn would begin a step, and the trajectory has `max_steps` already.
+      PromptTooLong: the first prompt has more tokens than permitted.
+      UnreadableObservation: the observations have no token, or cannot be rendered or encoded.
+      RunError: there was no observation since the last turn.
     """
     self._check_open('act')
     if not self._pending:
       raise RunError(f'{self._name}: act() follows no observation; call observe() first')
     stop_ids = (*self.tokenizer.stop_ids, *map(self._stop_id, stop))
-    observed, text, messages = await self._rendered()
-    if not observed:
-      raise RunError(f'{self._name}: the observation has no token, wanted at least one')
-    room = self.room - (len(observed) if self._recording else 0)
+    try:
+      prompt = await self._rendered()
+    except UserError as error:  # Raised by the chat template or the tokenizer.
+      raise UnreadableObservation(f'{self._name}: turn {self.turns + 1}: {error}') from error
+    if not prompt.tokens:
+      raise UnreadableObservation(
+        f'{self._name}: the observation has no token, wanted at least one'
+      )
+    if prompt.begins_step and self.steps == self._max_steps:
+      raise OutOfSteps
+    if not self._recordings:
+      await self._check_prompt(prompt.tokens, stop_ids)
+    observed = len(prompt.tokens)
+    room = self._room_of(observed) if prompt.begins_step else self.room - observed
     most = room if max_tokens is None else min(room, max_tokens)
     if most < 1:
       raise OutOfTokens
-    if self._recording is None:
-      self._recording = Recording(observed)
-    else:
-      self._recording.observe(observed)
-    self._pending.clear()
-    self._messages = messages
+    self._read(prompt)
     completion = await self._completion(most, stop_ids)
-    self._recording.act(completion)
+    self._recordings[-1].act(completion)
     self.turns += 1
-    return self._turn(text, completion)
+    return self._turn(completion)
 
   def reward(self, value: float, evidence: Mapping[str, Json] | None = None) -> None:
     """Adds a reward for the last turn. Several rewards for a turn are summed.
 
     Args:
       value: finite reward.
-      evidence: JSON details that explain the reward. They are stored with the score, and later
-        entries replace earlier ones of the same name. Together, those of an episode may have up to
+      evidence: JSON details that explain the reward, which are stored with the score. Later entries
+        replace earlier ones of the same name. All evidence of an episode together may have up to
         65536 characters as JSON.
     """
     self._check_open('reward')
@@ -189,55 +315,39 @@ class Episode:
     self._check_limits()
 
   def count(self, name: str, amount: float = 1.0) -> None:
-    """Adds `amount` to the count `name` of the episode, such as its number of tool calls. In scores
-    and metrics, counts are parts of the environment's reward, and do not change the reward's value.
-    An episode may have up to 256 counts.
+    """Adds `amount` to the episode's count `name`, for example the number of tool calls. In scores
+    and metrics, counts appear as parts of the environment's reward, but do not affect its value. An
+    episode may have up to 256 counts.
     """
     self._check_open('count')
     self._counts[name] = self._counts.get(name, 0.0) + self._number(f'count {name!r}', amount)
     self._check_limits()
 
   def fail(self, error: str) -> None:
-    """Makes the sample unscorable, because of an error that is not the policy's fault."""
+    """Makes the trajectory unscorable. Use this for errors that are not the policy's fault."""
     self._check_open('fail')
     self._failure = one_line(error, _MAX_FAILURE)
-    self._check_limits()
+    try:
+      self._check_limits()
+    except RunError:  # Drop the evidence, because the error is more important.
+      self._evidence.clear()
 
   async def score(self) -> Reward:
     """Scores the last turn with the run's scorers. The reward is returned and not stored."""
-    sample = self._sample()
-    return await self.hub.score(
-      Attempt(
-        uid=sample.uid,
-        task=self.task,
-        completion=response_text(self.tokenizer, sample),
-        finish_reason=str(sample.finish_reason),
-        response_len=sample.response_len,
-        transcript=(*self.task.prompt, *turns_of(self.tokenizer, sample)),
-        environment=self.verdict,
-      )
-    )
+    return await self.hub.score(self._rollout().attempt(self.task))
 
-  def end(self, *, out_of_tokens: bool = False) -> Rollout:
-    """Ends the episode, and returns its sample with the rewards.
+  def end(self, *, finish: Finish | None = None) -> Rollout:
+    """Ends the episode, and returns its trajectory with the rewards.
 
     Args:
-      out_of_tokens: whether the episode ends because it has no tokens left for another turn.
+      finish: reason why the trajectory ended. If None, it is that of the last turn.
 
     Raises:
-      RunError: the policy has not acted.
+      RunError: the episode has no turn.
     """
     self._check_open('end')
     self._ended = True
-    sample = self._sample()
-    if out_of_tokens:
-      sample = dataclasses.replace(sample, finish_reason=Finish.LENGTH)
-    return Rollout(
-      sample,
-      response_text(self.tokenizer, sample),
-      self.verdict,
-      turns_of(self.tokenizer, sample),
-    )
+    return self._rollout(finish)
 
   @property
   def _name(self) -> str:
@@ -265,10 +375,24 @@ class Episode:
     except ValueError as error:
       raise RunError(str(error)) from None
 
-  def _sample(self) -> Sample:
-    if self._recording is None or not self._recording.turns:
+  def _rollout(self, finish: Finish | None = None) -> Rollout:
+    if not self.turns:
       raise RunError(f'{self._name}: has no turn of the policy; call act() at least once')
-    return self._recording.sample(self._place, temperature=self._sampling.temperature)
+    # The last step has no turn if its generation failed or was cancelled.
+    recordings = [recording for recording in self._recordings if recording.turns]
+    steps = [
+      recording.sample(self._place, temperature=self.sampling.temperature, step=step)
+      for step, recording in enumerate(recordings)
+    ]
+    if finish is not None:
+      steps[-1] = dataclasses.replace(steps[-1], finish_reason=finish)
+    return Rollout(
+      steps[0],
+      response_text(self.tokenizer, steps[-1]),
+      self.verdict,
+      turns_of(self.tokenizer, *steps),
+      tuple(steps[1:]),
+    )
 
   def _stop_id(self, text: str) -> int:
     ids = self.tokenizer.encode(text)
@@ -276,8 +400,19 @@ class Episode:
       raise RunError(f'{self._name}: stop {text!r} has {len(ids)} tokens, wanted one')
     return ids[0]
 
-  async def _rendered(self) -> tuple[list[int], str, list[ChatMessage]]:
-    """Returns (tokens of the pending observations, their text, all messages including them)."""
+  def _read(self, prompt: _Prompt) -> None:
+    """Records the prompt, or the new observations, of the next turn."""
+    if prompt.begins_step:
+      self._recordings.append(Recording(prompt.tokens))
+      self._text = ''
+    else:
+      self._recordings[-1].observe(prompt.tokens)
+    self._restarts, self._messages = False, prompt.messages
+    self._text += prompt.text
+    self._pending.clear()
+
+  async def _rendered(self) -> _Prompt:
+    """Renders and encodes the pending observations."""
     conversations = [_is_conversation(observation) for observation in self._pending]
     if any(conversations) and (self._is_raw or not all(conversations)):
       raise RunError(
@@ -287,7 +422,7 @@ class Episode:
     if not all(conversations):
       self._is_raw = True
       tokens = [token for part in self._pending for token in self._encoded(part)]
-      return tokens, '', self._messages
+      return _Prompt(tokens, '', self._messages, self._restarts)
     messages = [*self._messages, *(message for part in self._pending for message in part)]
     # If another process renders the template, that process may be slow or hang, so a thread waits
     # for it.
@@ -295,11 +430,28 @@ class Episode:
       whole = await asyncio.to_thread(self._render, messages)
     else:
       whole = self._render(messages)
+    begins_step = self._restarts
     if whole.startswith(self._text):
       added = whole[len(self._text) :]
+    elif self._history == 'template':
+      added, begins_step = whole, True
     else:
       added = self._rendered_alone(messages[len(self._messages) :])
-    return self.tokenizer.encode(added), added, messages
+    return _Prompt(self.tokenizer.encode(added), added, messages, begins_step)
+
+  async def _check_prompt(self, prompt: list[int], stop_ids: tuple[int, ...]) -> None:
+    """Raises PromptTooLong if the first prompt is too long. The sample then records the permitted
+    part of the prompt and a completion of one token, because every sample needs a completion.
+    """
+    if self._max_prompt is None or len(prompt) <= self._max_prompt:
+      return
+    self._recordings.append(Recording(prompt[: self._max_prompt]))
+    self._recordings[-1].act(await self._completion(1, stop_ids))
+    self.turns += 1
+    raise PromptTooLong(
+      f'the first prompt has {len(prompt)} tokens, wanted at most {self._max_prompt}; raise '
+      'rollout.max_prompt_length, or shorten the first observation or the schemas of tools'
+    )
 
   def _render(self, messages: Sequence[ChatMessage]) -> str:
     return self.tokenizer.render_chat(
@@ -307,19 +459,20 @@ class Episode:
     ).text
 
   def _rendered_alone(self, observed: Sequence[ChatMessage]) -> str:
-    """Returns the text that these messages add after an answer of the policy. To find this text,
-    the messages are rendered after a placeholder conversation of a question and an answer.
+    """Returns the text that these messages add after an answer of the policy. It is obtained by
+    rendering the messages after a placeholder conversation that consists of a question and an
+    answer.
     """
     exchange = [{'role': 'user', 'content': _MARK}, {'role': 'assistant', 'content': _MARK}]
     parts = self._render([*exchange, *observed]).split(_MARK, 2)
     if len(parts) != 3:
-      raise RunError(
+      raise UnreadableObservation(
         f'{self._name}: turn {self.turns + 1}: the chat template omits the turn before an '
         'observation; observe text or tokens instead of messages'
       )
     # `end` begins with the end of the answer, such as '<|im_end|>\n'. If the policy has sampled
     # this end token, it is removed from `end`.
-    end, last = parts[2], self._recording.tokens[-1]
+    end, last = parts[2], self._recordings[-1].tokens[-1]
     is_ended = last in self.tokenizer.stop_ids
     return end.removeprefix(self.tokenizer.token_text(last)) if is_ended else end
 
@@ -329,9 +482,9 @@ class Episode:
   async def _completion(self, max_tokens: int, stop_ids: tuple[int, ...]) -> Completion:
     request = Request(
       uid=f'{self._place.group}/{self._place.index}/turn {self.turns}',
-      prompt=self._recording.tokens,
+      prompt=self._recordings[-1].tokens,
       max_tokens=max_tokens,
-      sampling=self._sampling,
+      sampling=self.sampling,
       stop_ids=stop_ids,
       first=self._place.index,
       # The key of the first turn is the same as in a single-turn workflow.
@@ -340,12 +493,13 @@ class Episode:
     ((_, completion),) = [answer async for answer in self.hub.generate(request)]
     return completion
 
-  def _turn(self, added: str, completion: Completion) -> Turn:
+  def _turn(self, completion: Completion) -> Turn:
     text = completion_text(self.tokenizer, completion.tokens, completion.finish)
-    turn = Turn(text, completion.finish)
+    completion_tokens = len(completion.tokens)
+    prompt_tokens = len(self._recordings[-1]) - completion_tokens
+    turn = Turn(text, completion.finish, prompt_tokens, completion_tokens)
     if not self._is_raw:
-      tokens = completion.tokens.tolist()
-      self._text += added + self.tokenizer.decode(tokens, skip_special=False)
+      self._text += self.tokenizer.decode(completion.tokens.tolist(), skip_special=False)
       self._messages.append({'role': 'assistant', 'content': turn.text})
     return turn
 
@@ -353,8 +507,8 @@ class Episode:
 def response_text(tokenizer: Tokenizer, sample: Sample) -> str:
   """Decodes the policy's last turn in a sample, as `Turn.text` does."""
   others = np.flatnonzero(sample.role != Role.POLICY)
-  # The last turn of an episode that ran out of tokens may have ended with its end token, although
-  # the episode's finish reason is 'length'.
+  # The last turn may end with an end token even if a limit ended the episode, regardless of the
+  # sample's finish reason.
   return completion_text(tokenizer, sample.tokens[others[-1] + 1 :], Finish.STOP)
 
 

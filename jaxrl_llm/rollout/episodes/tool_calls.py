@@ -1,7 +1,8 @@
-"""Parsers of tool calls: from the text of a policy's turn to the calls in it, by chat template.
+"""Parsers that extract tool calls from the text of the policy's turns, in the formats of common
+chat templates.
 
-The text comes from the policy, so a parser raises no exception: what it cannot read becomes a
-`ToolCall` with an error, which the policy gets to read.
+Parsers raise no exceptions, because the policy may write anything. An unreadable call becomes a
+`ToolCall` with an error message, which is shown to the policy.
 """
 
 from __future__ import annotations
@@ -33,29 +34,30 @@ _PYTHON_TAG = '<|python_tag|>'
 
 
 def hermes_calls(text: str) -> list[ToolCall]:
-  """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, once for each call (Hermes,
+  """Parses calls of the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes,
   Qwen2.5).
   """
   return [_read(body, 'arguments') for body in _TAGGED.findall(text)]
 
 
 def qwen3_calls(text: str) -> list[ToolCall]:
-  """Reads calls in the form of `hermes_calls` from the text after the reasoning
-  (`<think>…</think>`). Calls within the reasoning do not count.
+  """Parses calls in the format of `hermes_calls`, ignoring those within the reasoning
+  (`<think>…</think>`).
   """
   after = _REASONING.sub('', text)
   return [] if after == text and '<think>' in text else hermes_calls(after)
 
 
 def llama3_calls(text: str) -> list[ToolCall]:
-  """Reads a turn that consists of `{"name": …, "parameters": {…}}` (Llama 3), or of several such
-  objects that are separated by semicolons.
+  """Parses a turn that consists of `{"name": …, "parameters": {…}}` (Llama 3), or of several such
+  objects separated by semicolons.
   """
   body = text.strip().removeprefix(_PYTHON_TAG).strip()
   if not body.startswith('{'):
     return []
   calls = [_read(part, 'parameters') for part in re.split(r'(?<=\})\s*;\s*(?=\{)', body)]
-  # An answer that is no call may begin with a brace too. The tag or a name shows that it is a call.
+  # An ordinary answer may also begin with a brace. It counts as a call only if it has the tag or
+  # the key "name".
   return calls if _PYTHON_TAG in text or '"name"' in body else []
 
 

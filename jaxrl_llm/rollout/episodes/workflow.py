@@ -1,5 +1,5 @@
-"""Workflows of episodes: a subclass defines the course of one episode, and this module builds the
-samples.
+"""Base class for workflows of episodes. A subclass defines the course of one episode, and this
+module builds the samples.
 """
 
 from __future__ import annotations
@@ -7,12 +7,22 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import get_args
 
+from absl import logging
+
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.episodes.episode import Episode, OutOfTokens, response_text
+from jaxrl_llm.rollout.episodes.episode import (
+  Episode,
+  EpisodeOver,
+  History,
+  PromptTooLong,
+  response_text,
+)
 from jaxrl_llm.rollout.hub import Hub
 from jaxrl_llm.rollout.recording import Place
 from jaxrl_llm.rollout.workflow import Rollout
@@ -22,7 +32,15 @@ from jaxrl_llm.tasks.tokenizer import Tokenizer
 class Episodes(abc.ABC):
   """Workflow of episodes. A subclass defines the course of one episode in `play`. The episodes of a
   group run concurrently.
+
+  Attributes:
+    max_steps: maximum number of steps of an episode. The run sets it to `rollout.max_steps`.
+    schemas: JSON schemas of tools, which the chat template describes to the policy.
+    max_prompt: maximum number of tokens of an episode's first prompt; None if the engine alone
+      limits it. `build_workflow` sets it.
   """
+
+  max_prompt: int | None = None
 
   def __init__(
     self,
@@ -30,20 +48,31 @@ class Episodes(abc.ABC):
     tokenizer: Tokenizer,
     *,
     max_tokens: int,
+    history: History = 'keep',
     schemas: Sequence[Mapping[str, Json]] = (),
   ):
     """
     Args:
-      max_tokens: maximum number of tokens of an episode after its first prompt.
+      max_tokens: maximum number of tokens of a step after its prompt.
       schemas: JSON schemas of tools, which the chat template describes to the policy.
     """
-    self.hub, self.tokenizer, self.max_tokens = hub, tokenizer, max_tokens
-    self._schemas = tuple(schemas)
+    self.hub, self.tokenizer, self.max_tokens, self.max_steps = hub, tokenizer, max_tokens, 1
+    self._history, self.schemas = history, tuple(schemas)
+    if history not in get_args(History):
+      raise UserError(
+        f'rollout.workflow.options.history: got {history!r}, wanted one of {get_args(History)}'
+      )
+
+  async def open(self) -> None:
+    """Prepares what episodes need, such as connections. Called before the episodes of each group,
+    for several groups concurrently.
+    """
+    return  # Most workflows have nothing to prepare.
 
   @abc.abstractmethod
   async def play(self, episode: Episode) -> None:
     """Runs one episode, from its first observation to its last turn or reward. If the episode runs
-    out of tokens, a method of `episode` raises `OutOfTokens`, which need not be caught.
+    out of tokens or steps, `episode.act` raises `EpisodeOver`, which need not be caught.
     """
 
   def text(self, sample: Sample) -> str:
@@ -52,6 +81,7 @@ class Episodes(abc.ABC):
   async def run(
     self, task: Task, visit: int, *, stage: str, samples: int, sampling: Sampling
   ) -> AsyncIterator[Rollout]:
+    await self.open()
     group = f'{stage}/{task.uid}/{visit}'
     places = [Place(task=task, visit=visit, group=group, index=i) for i in range(samples)]
     playing = [asyncio.ensure_future(self._played(place, sampling)) for place in places]
@@ -71,10 +101,24 @@ class Episodes(abc.ABC):
       place,
       sampling=sampling,
       max_tokens=self.max_tokens,
-      tools=self._schemas,
+      max_steps=self.max_steps,
+      history=self._history,
+      max_prompt=self.max_prompt,
+      tools=self.schemas,
     )
     try:
       await self.play(episode)
-    except OutOfTokens:
-      return episode.end(out_of_tokens=True)
+    except EpisodeOver as over:
+      return episode.end(finish=over.finish)
+    except PromptTooLong as error:
+      logging.log_first_n(logging.WARNING, 'task %s: %s', 5, place.task.uid, error)
+      episode.fail(f'task {place.task.uid}: {error}')
     return episode.end()
+
+
+async def act_blindly(episode: Episode) -> None:
+  """Samples one token after an end token, for an episode without a readable prompt, because every
+  sample needs a completion.
+  """
+  episode.restart(episode.tokenizer.stop_ids[:1])
+  await episode.act(1)

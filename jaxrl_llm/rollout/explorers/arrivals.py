@@ -29,6 +29,7 @@ from jaxrl_llm.rewards.api import (
   Verdict,
 )
 from jaxrl_llm.rollout.api import Request
+from jaxrl_llm.rollout.contract import check_segments
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
 
@@ -45,8 +46,8 @@ _MAX_SAMPLES, _MAX_KEY = 4096, 64
 key.
 """
 _SAMPLE_BYTES, _TOKEN_BYTES = 1 << 20, 64
-"""The maximum size of an encoded sample in bytes is the first number, for names, plus the second
-number for each token of the longest sequence.
+"""Parts of the maximum size of an encoded sample: a constant number of bytes for names, and a
+number of bytes per token of the longest sequence.
 """
 _ROUNDING = 1e-3
 """Amount by which a logprob may exceed 0 because of rounding."""
@@ -56,7 +57,7 @@ _SEGMENT = ('start', 'end', 'attempt', 'step', 'engine', 'finish')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-  """Limits that all samples and requests of a run must keep."""
+  """Limits on the samples and requests of a run."""
 
   vocab_size: int
   """Exclusive upper bound of token ids."""
@@ -110,29 +111,24 @@ def read_error(body: Mapping[str, Any]) -> str:
     return one_line(_field(body, 'error', str), _MAX_ERROR)
 
 
-def read_sample(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> Sample:
-  """Returns the sample in a message. Raises Misbehaved if the sample is invalid, does not belong to
-  the group, or marks tokens as sampled that the engine did not generate for the group's lease.
+def read_steps(body: Mapping[str, Any], group: LentGroup, bounds: Bounds) -> list[Sample]:
+  """Returns the steps of the trajectory in a message. Raises Misbehaved if a step is invalid, does
+  not belong to the group, or marks tokens as sampled that the engine did not generate for the
+  group's lease, or if there are too many steps.
   """
   with _reading('sample'):
-    data, most = _field(body, 'sample', bytes), _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
-    if len(data) > most:
-      raise ValueError(f'{len(data)} bytes, wanted at most {most}')
-    _check_types(wire.unpack(data))
-    sample = decode(data)
-    _check_arrays(sample, bounds)
-    _check_origin(sample, group)
-    _check_segments(sample)
-    group.generated.check(sample)
-    return sample
+    steps = _all(_field(body, 'steps', list), 'steps', bytes)
+    if not 0 < len(steps) <= group.max_steps:
+      raise ValueError(f'{len(steps)} steps, wanted 1 … {group.max_steps} (rollout.max_steps)')
+    return [_sample(step, group, bounds) for step in steps]
 
 
-def read_verdict(body: Mapping[str, Any], sample: Sample) -> Verdict | None:
-  """Returns the environment's reward in a message that hands in a sample; None if there is none.
-  Raises Misbehaved if the reward is invalid.
+def read_verdict(body: Mapping[str, Any], steps: Sequence[Sample]) -> Verdict | None:
+  """Returns the environment's reward in a message with a finished trajectory, or None if there is
+  no reward. Raises Misbehaved if the reward is invalid.
   """
   with _reading('verdict'):
-    return _verdict(body.get('verdict'), turns=len(sample.tokens))
+    return _verdict(body.get('verdict'), turns=sum(len(step.tokens) for step in steps))
 
 
 def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
@@ -200,7 +196,7 @@ def read_question(body: Mapping[str, Any]) -> tuple[str, Sequence[Message], dict
 
 
 def one_line(text: object, most: int = _MAX_LINE) -> str:
-  """Returns the text as one printable line of at most `most` characters."""
+  """Returns the text as a single printable line of at most `most` characters."""
   words = ' '.join(str(text)[: 4 * most].split())
   return ''.join(c if c.isprintable() else '\N{REPLACEMENT CHARACTER}' for c in words)[:most]
 
@@ -216,6 +212,22 @@ def _reading(kind: str) -> Iterator[None]:
     raise Misbehaved(one_line(f'{kind}: {error}')) from None
   except Exception as error:
     raise Misbehaved(one_line(f'{kind}: {type(error).__name__}: {error}')) from None
+
+
+def _sample(data: bytes, group: LentGroup, bounds: Bounds) -> Sample:
+  """Checks and decodes an encoded sample."""
+  most = _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
+  if len(data) > most:
+    raise ValueError(f'{len(data)} bytes, wanted at most {most}')
+  _check_types(wire.unpack(data))
+  sample = decode(data)
+  _check_arrays(sample, bounds)
+  _check_origin(sample, group)
+  if not sample.segments:
+    raise ValueError('segments are missing, wanted the versions of the weights that generated it')
+  check_segments(sample)
+  group.generated.check(sample)
+  return sample
 
 
 def _verdict(row: Any, *, turns: int) -> Verdict | None:
@@ -253,7 +265,9 @@ def _strict_json(text: str) -> Any:
 
 
 def _check_types(row: Any) -> None:
-  """Checks types and ranges of the fields of an encoded sample (`core.records.sample.encode`)."""
+  """Raises unless the fields of an encoded sample (`core.records.sample.encode`) have valid types
+  and ranges.
+  """
   _check_type(row, 'record', dict)
   for name in (
     'uid',
@@ -301,7 +315,7 @@ def _check_arrays(sample: Sample, bounds: Bounds) -> None:
 
 def _check_origin(sample: Sample, group: LentGroup) -> None:
   """Checks that a sample's task, taskset, source, trajectory and media agree with the group. Its
-  index and uid are checked later, by `LentGroup.hand_in`.
+  index, step and uid are checked later, by `LentGroup.hand_in`.
   """
   task, visit = group.order['task'], group.order['visit']
   wanted = {
@@ -321,24 +335,6 @@ def _check_origin(sample: Sample, group: LentGroup) -> None:
     raise ValueError("media differ from the task's")
 
 
-def _check_segments(sample: Sample) -> None:
-  if not sample.segments:
-    raise ValueError('segments are missing, wanted the versions of the weights that generated it')
-  covered, last = np.zeros(len(sample.tokens), bool), 0
-  for segment in sample.segments:
-    if not last <= segment.start <= segment.end <= len(sample.tokens):
-      raise ValueError(
-        f'segment [{segment.start}, {segment.end}), wanted it inside [{last}, '
-        f'{len(sample.tokens)}): segments are in order and do not overlap'
-      )
-    covered[segment.start : segment.end] = True
-    last = segment.end
-  if (sample.sampled & ~covered).any():
-    raise ValueError(
-      f'token {np.argmax(sample.sampled & ~covered)} was sampled, and no segment covers it'
-    )
-
-
 def _field(row: Mapping[str, Any], name: str, kind: type[T]) -> T:
   if name not in row:
     raise ValueError(f'{name} is missing')
@@ -346,7 +342,7 @@ def _field(row: Mapping[str, Any], name: str, kind: type[T]) -> T:
 
 
 def _check_type(value: Any, name: str, kind: type[T]) -> T:
-  if type(value) is not kind:  # Unlike isinstance, this rejects a bool where an int is wanted.
+  if type(value) is not kind:  # Unlike isinstance, this rejects a bool where an int is expected.
     raise ValueError(f'{name} is {type(value).__name__}, wanted {kind.__name__}')
   return value
 

@@ -31,6 +31,7 @@ from aiohttp import web
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.net.front import FrontConfig
 from jaxrl_llm.core.net.listener import listening
+from jaxrl_llm.core.process_clock import seconds_metrics
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.waits import bounded
@@ -45,8 +46,8 @@ from jaxrl_llm.rollout.explorers.arrivals import (
   read_leases,
   read_question,
   read_request,
-  read_sample,
   read_sender,
+  read_steps,
   read_verdict,
 )
 from jaxrl_llm.rollout.explorers.leases import Gone, Leases, LentGroup, Misbehaved, SenderEvicted
@@ -95,8 +96,8 @@ class ExplorersConfig:
   to other explorers.
   """
   nobody_s: float = 300.0
-  """Maximum seconds for which groups wait while no explorer is connected. The run then ends with an
-  error.
+  """Maximum seconds for which groups wait without any connected explorer. After that, the run ends
+  with an error.
   """
 
   def __post_init__(self):
@@ -134,8 +135,9 @@ class Crew:
     *,
     welcome: Mapping[str, Any],
     text: Callable[[Sample], str],
-    turns: Callable[[Sample], tuple[Message, ...]],
+    turns: Callable[..., tuple[Message, ...]],
     bounds: Bounds,
+    max_steps: int = 1,
     logs: pathlib.Path,
     command: ExplorerCommand,
     announce: Announce | None = None,
@@ -147,8 +149,10 @@ class Crew:
       welcome: settings that an explorer needs to build the workflow (`explorer.Welcome`), as a
         mapping for msgpack.
       text: `Workflow.text`. It is called in a separate thread, for one sample at a time.
-      turns: returns a sample's conversation after the prompt. It is called in the same thread.
+      turns: returns a trajectory's conversation after the prompt, given its steps (one or more
+        samples). It is called in the same thread.
       bounds: limits on samples and requests.
+      max_steps: maximum number of steps of a trajectory.
       logs: directory for the logs of local explorers.
       command: returns the command line of an explorer process.
       announce: announces `front` (or `address`, if `front` is None) to explorers until the crew is
@@ -157,7 +161,7 @@ class Crew:
     self._leases = Leases(silent_s=config.silent_s)
     self.counts = self._leases.counts
     self.text, self.address, self.front, self._bounds = text, '', None, bounds
-    self._turns = turns
+    self._turns, self._max_steps = turns, max_steps
     self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='explorer-texts')
     self._hub, self._config, self._welcome = hub, config, {**welcome, 'groups': config.groups}
     self._logs, self._command, self._announce = logs, command, announce
@@ -226,12 +230,18 @@ class Crew:
       'sampling': sampling_row(sampling),
     }
     order = {'task': task_row(task), **options}
-    group = LentGroup(order=order, name=f'{stage}/{task.uid}/{visit}', samples=samples)
+    group = LentGroup(
+      order=order,
+      name=f'{stage}/{task.uid}/{visit}',
+      samples=samples,
+      max_steps=self._max_steps,
+    )
     await self._leases.offer(group)
     try:
       for _ in range(samples):
         self._check()
-        # The wait 'sample' is bounded by `limits`, `collect`, `suite`. A failed crew raises here.
+        # A failed crew raises here.
+        # The wait 'sample' is bounded by the waits 'limits', 'collect' and 'suite'.
         result = await group.handed_in.get()
         if isinstance(result, Exception):
           raise result
@@ -241,7 +251,11 @@ class Crew:
 
   def take_metrics(self) -> dict[str, float]:
     lost, self._reported_lost = self.counts['lost'] - self._reported_lost, self.counts['lost']
-    return {'perf/explorers': float(self.explorers), 'perf/explorers_lost_groups': float(lost)}
+    return {
+      'perf/explorers': float(self.explorers),
+      'perf/explorers_lost_groups': float(lost),
+      **seconds_metrics('explorers', [self._leases.clock]),
+    }
 
   def _application(self) -> web.Application:
     application = web.Application(client_max_size=256 << 20)
@@ -309,32 +323,33 @@ class Crew:
 
   async def _sample(self, sender: str, body: dict[str, Any]) -> Any:
     lease = read_lease(body)
-    sample = read_sample(body, self._leases.held(lease, sender), self._bounds)
-    verdict = read_verdict(body, sample)
+    steps = read_steps(body, self._leases.held(lease, sender), self._bounds)
+    verdict = read_verdict(body, steps)
     try:
       # A separate thread is used, because decoding a long sample would block the event loop.
       text, turns = await asyncio.get_running_loop().run_in_executor(
-        self._texts, lambda: (self.text(sample), self._turns(sample))
+        self._texts, lambda: (self.text(steps[-1]), self._turns(*steps))
       )
     except Exception as error:  # The sample passed all checks, so the workflow has a bug.
       group = self._leases.held(lease, sender)
       group.fail(
         RunError(
-          one_line(f'rollout.workflow: text of {sample.uid}: {type(error).__name__}: {error}')
+          one_line(f'rollout.workflow: text of {steps[-1].uid}: {type(error).__name__}: {error}')
         )
       )
       self._leases.end(group)
       return
     group = self._leases.held(lease, sender)  # The lease may have ended during the decoding.
     try:
-      if not group.hand_in(Rollout(sample, text, verdict, turns)):
+      if not group.hand_in(Rollout(steps[0], text, verdict, turns, tuple(steps[1:]))):
         self.counts['repeated'] += 1
     except ValueError as error:
       raise Misbehaved(one_line(error)) from None
 
   async def _done(self, sender: str, body: dict[str, Any]) -> Any:
     lease = read_lease(body)
-    if not self._leases.is_held(lease):  # The run ended the group after its last sample.
+    if not self._leases.is_held(lease):
+      # The run may have ended the group when its last sample arrived.
       return
     group = self._leases.held(lease, sender)
     if problem := group.roster.incomplete():
@@ -353,8 +368,8 @@ class Crew:
     body: dict[str, Any],
     request: web.Request,
   ) -> web.StreamResponse:
-    """Streams the values of `frames` as they arrive, with True as a heartbeat in between. After the
-    last value it sends None, or the message of a UserError. Any other error ends the group and is
+    """Streams the values of `frames` as they arrive, and True as a heartbeat between them. The
+    stream ends with None, or with the message of a UserError. Any other error ends the group and is
     raised in `run`.
     """
     response = web.StreamResponse()
@@ -380,7 +395,10 @@ class Crew:
     return response
 
   def _generate(self, body: dict[str, Any], group: LentGroup) -> AsyncIterator[Any]:
-    asked, generated = read_request(body, self._bounds), group.generated
+    # Tokens are counted for the group that was lent to the explorer, even if the request states
+    # another uid.
+    asked = dataclasses.replace(read_request(body, self._bounds), uid=group.name)
+    generated = group.generated
 
     async def frames() -> AsyncIterator[Any]:
       async with contextlib.aclosing(self._hub.generate(asked)) as completions:
@@ -413,7 +431,9 @@ class Crew:
         began = time.monotonic()
         await asyncio.sleep(_CHECK_S)
         if time.monotonic() - began > _CHECK_S + self._config.silent_s / 2:
-          continue  # This process was suspended and has not yet read the messages sent meanwhile.
+          # This process itself was suspended and has not yet read the messages that arrived
+          # meanwhile.
+          continue
         silent = await self._leases.give_up_silent()
         for explorer in self._processes:
           if any(name.startswith(f'{explorer.identity}/') for name in silent):
@@ -427,7 +447,7 @@ class Crew:
         if self._leases.explorers or not self._leases.groups:
           self._nobody_since = time.monotonic()
         self._check()
-    except Exception as error:  # `run` raises it where it waits for samples.
+    except Exception as error:  # `run` raises the error while it waits for samples.
       self._failure = error
       for group in self._leases.groups:
         group.fail(error)

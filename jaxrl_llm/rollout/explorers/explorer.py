@@ -58,6 +58,10 @@ class Welcome:
   workflow: WorkflowConfig
   max_tokens: int
   """Maximum length of one completion."""
+  max_steps: int
+  """Maximum number of steps of a trajectory."""
+  max_prompt: int
+  """Maximum length of a first prompt in tokens."""
   tokenizer: Mapping[str, bytes]
   """Contents of the tokenizer files, keyed by file name."""
 
@@ -65,15 +69,22 @@ class Welcome:
     # The options are encoded as JSON, because msgpack cannot represent integers of more than 64
     # bits.
     workflow = {'kind': self.workflow.kind, 'options': json.dumps(dict(self.workflow.options))}
-    return {'workflow': workflow, 'max_tokens': self.max_tokens, 'tokenizer': dict(self.tokenizer)}
+    return {
+      'workflow': workflow,
+      'limits': (self.max_tokens, self.max_steps, self.max_prompt),
+      'tokenizer': dict(self.tokenizer),
+    }
 
 
-BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int], Workflow]
+BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int, int, int], Workflow]
+"""Function of (configuration, hub, tokenizer, maximum length of a completion, maximum number of
+steps, maximum length of a first prompt) that builds a workflow.
+"""
 
 
 class MasterLost(Lost):
-  """The master does not respond. The class distinguishes the master from other services that a
-  workflow calls: if one of those is lost, only the workflow has failed.
+  """The master does not respond. A separate class is needed because workflows also call other
+  services, whose loss fails only the workflow.
   """
 
 
@@ -215,7 +226,7 @@ async def explore(link: Link, build: BuildWorkflow) -> None:
     under_way: dict[str, asyncio.Task] = {}
 
     def make(lease):
-      return build(config, _LeasedHub(link, lease), tokenizer, welcome['max_tokens'])
+      return build(config, _LeasedHub(link, lease), tokenizer, *welcome['limits'])
 
     async with asyncio.TaskGroup() as tasks:
       tasks.create_task(_say_alive(link, under_way))
@@ -238,7 +249,7 @@ async def _take_groups(
     task = asyncio.create_task(_run(link, lease, make(lease), order))
     under_way[lease] = task
     try:
-      # The wait 'explored' is bounded by the master, which takes the lease away at its limits.
+      # The wait 'explored' is bounded: the master ends the lease when the group reaches its limits.
       await asyncio.wait({task})
       if not task.cancelled():
         task.result()
@@ -264,10 +275,10 @@ async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]
         rollout = Rollout(*yielded)  # The master decodes the text from the tokens itself.
         handed_in = {
           'lease': lease,
-          'sample': encode(rollout.sample),
+          'steps': [encode(step) for step in rollout.steps],
           'verdict': verdict_row(rollout.verdict),
         }
-        # A retry is safe, because the master ignores a sample that has already arrived.
+        # Retrying is safe, because the master ignores a trajectory that has already arrived.
         await _patiently(functools.partial(link.call, wire.SAMPLE, **handed_in))
     await _patiently(lambda: link.call(wire.DONE, lease=lease))
   except MasterLost as lost:

@@ -33,7 +33,7 @@ class Generated:
     self._parts: dict[_Source, list[bytes]] = {}
 
   def add(self, completion: Completion, temperature: float) -> None:
-    """Records a completion that was requested with this temperature."""
+    """Records a completion that was sampled at this temperature."""
     tokens = _entries(completion.tokens, completion.logprobs)
     for part in completion.segments:
       source = _Source(part.version, part.engine, temperature)
@@ -90,9 +90,9 @@ def _entries(tokens: Int32[np.ndarray, 'time'], logprobs: Float32[np.ndarray, 't
 
 
 def _contains(known: bytes, part: bytes) -> bool:
-  """Whether `part` is a sequence of consecutive entries in `known`."""
-  # The first entry is found by comparing whole entries, ten times as fast as a search for bytes.
-  # Without this, a sample of many short slices would block the event loop for seconds.
+  """Returns whether `part` is a run of consecutive entries in `known`."""
+  # Comparing whole entries finds the first one ten times as fast as a search for bytes. A sample of
+  # many short slices would otherwise block the event loop for seconds.
   matches = np.frombuffer(known, '<i8') == np.frombuffer(part, '<i8', count=1)
   first = int(matches.argmax())
   if not matches[first]:

@@ -1,10 +1,10 @@
-"""Leases of groups to explorers. A lease lends a group to one explorer; if the explorer is lost,
-the group is lent to another one.
+"""Leases of groups to explorers. A lease lends a group to one explorer; if that explorer is lost,
+the group is lent to another.
 
-Invariants: a group has at most one holder, the explorer that it is lent to. A lease is identified
-by a secret name, and only the holder can use it. A lost lease becomes invalid, and requests made
-under it are cancelled. Groups whose lease was lost are lent before groups that were never lent.
-Each sample is accepted only once.
+Invariants: a group has at most one holder (the explorer to which it is lent). A lease is identified
+by a secret name that only its holder can use. A lost lease becomes invalid, and requests made under
+it are cancelled. Groups whose lease was lost are lent before groups that were never lent. Each
+sample is accepted only once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from typing import Any
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.process_clock import ProcessClock
+from jaxrl_llm.rollout.contract import Roster, check_verdict
 from jaxrl_llm.rollout.explorers.generated import Generated
 from jaxrl_llm.rollout.explorers.wire import TAKE_S
-from jaxrl_llm.rollout.workflow import Rollout, Roster, check_verdict
+from jaxrl_llm.rollout.workflow import Rollout
 
 _MAX_LOSSES = 5
-"""Number of times that a group may be lost with its explorer before the group itself is blamed."""
+"""Number of explorers that may be lost while holding the same group. If more are lost, the group
+itself is considered the cause.
+"""
 _MAX_EVICTED = 4096
 """Maximum number of evicted explorers to remember."""
 
@@ -57,12 +61,15 @@ class LentGroup:
   name: str
   """Id of the group, `<stage>/<task uid>/<visit>`. It is the prefix of its samples' uids."""
   samples: int
+  """Number of trajectories in the group."""
+  max_steps: int = 1
+  """Maximum number of steps of a trajectory."""
   handed_in: asyncio.Queue[Rollout | Exception] = dataclasses.field(default_factory=asyncio.Queue)
-  """Queue through which the run receives finished samples. An exception in the queue ends the
+  """Queue through which the run receives finished trajectories. An exception in the queue ends the
   group and is raised in the run.
   """
   roster: Roster = dataclasses.field(init=False)
-  """Record of the samples that have arrived."""
+  """Record of the trajectories that have arrived."""
   lease: str | None = None
   """Secret name of the lease, known only to the holder and the master; None while the group is not
   lent.
@@ -70,11 +77,11 @@ class LentGroup:
   generated: Generated = dataclasses.field(default_factory=Generated)
   """Completions that the engine has generated for this lease."""
   spoiled_by: set[str] = dataclasses.field(default_factory=set)
-  """Labels of explorers that were evicted while they held the group. A label is an explorer's name
-  without the part that is derived from its secret.
+  """Labels of explorers that were evicted while the group was lent to them. A label is an
+  explorer's name without the part that is derived from its secret.
   """
   holder: str | None = None
-  """Name of the explorer that holds the group; None while it waits."""
+  """Name of the explorer to which the group is lent; None while it waits."""
   lent: float = 0.0
   """Monotonic time at which the group was lent to its holder."""
   losses: int = 0
@@ -83,15 +90,15 @@ class LentGroup:
   """asyncio tasks that serve the holder's pending requests."""
 
   def __post_init__(self):
-    self.roster = Roster(self.name, self.samples)
+    self.roster = Roster(self.name, self.samples, max_steps=self.max_steps)
 
   def hand_in(self, rollout: Rollout) -> bool:
-    """Passes a sample on to the run. Returns False, and does nothing, if a sample with the same
-    index has already arrived. Raises ValueError if the sample was not requested or its reward is
-    invalid.
+    """Passes a trajectory on to the run. Returns False and does nothing if a trajectory with the
+    same index has already arrived. Raises ValueError if the trajectory was not requested, or if one
+    of its steps or its reward is invalid.
     """
     check_verdict(rollout)
-    if not self.roster.take(rollout.sample):
+    if not self.roster.take(rollout):
       return False
     self.handed_in.put_nowait(rollout)
     return True
@@ -120,10 +127,12 @@ class Leases:
     self._waiting: collections.deque[LentGroup] = collections.deque()
     self._lent: dict[str, LentGroup] = {}
     self._evicted: dict[str, str] = {}
-    """Reason for each eviction, keyed by explorer name, oldest first."""
+    """Reason for each explorer's eviction, keyed by explorer name, oldest first."""
     self._heard: dict[str, float] = {}
     """Time of each explorer's last message, keyed by explorer name."""
     self._work = asyncio.Condition()
+    self.clock = ProcessClock()
+    """Measures how long the connected explorers spend in 'work' (they hold a group) and 'idle'."""
 
   @property
   def explorers(self) -> tuple[str, ...]:
@@ -136,19 +145,28 @@ class Leases:
     return (*self._waiting, *self._lent.values())
 
   async def offer(self, group: LentGroup) -> None:
-    """Queues a group for any explorer to take."""
+    """Queues a group, which any explorer may take."""
     async with self._work:
       self._waiting.append(group)
       self._work.notify_all()
 
   def admit(self, name: str) -> None:
-    """Raises SenderEvicted if the explorer was evicted."""
+    """Raises SenderEvicted if the explorer has been evicted."""
     if name in self._evicted:
       raise SenderEvicted(f'{name} was evicted: {self._evicted[name]}')
 
   def hear(self, name: str) -> None:
-    """Records the time of an explorer's message, and that the explorer is connected."""
+    """Records that an explorer is connected and has just sent a message."""
+    is_new = name not in self._heard
     self._heard[name] = time.monotonic()
+    if is_new:
+      self.clock.exist(len(self._heard))
+      self._measure()
+
+  def _measure(self) -> None:
+    """Updates the clock with the number of explorers that currently have a group."""
+    working = len(self._heard.keys() & {group.holder for group in self._lent.values()})
+    self.clock.set({'work': working, 'idle': len(self._heard) - working})
 
   async def take(self, name: str) -> LentGroup | None:
     """Lends a group to this explorer. Returns None if no group becomes available within `TAKE_S`
@@ -167,11 +185,13 @@ class Leases:
     group.lease, group.generated = secrets.token_hex(16), Generated()
     group.holder, group.lent = name, time.monotonic()
     self._lent[group.lease] = group
+    self._measure()
     return group
 
   def _next(self, name: str) -> LentGroup | None:
     """Returns the first waiting group that this explorer may take, or None. A group is not lent to
-    an explorer whose label is in its `spoiled_by`, unless all connected explorers are in there.
+    an explorer whose label is in its `spoiled_by`, unless that set contains all connected
+    explorers.
     """
     label = _label(name)
     for group in self._waiting:
@@ -212,6 +232,7 @@ class Leases:
   def end(self, group: LentGroup) -> None:
     """Removes the group and cancels its pending requests."""
     self._lent.pop(group.lease, None)
+    self._measure()
     with contextlib.suppress(ValueError):
       self._waiting.remove(group)
     _recall(group)
@@ -222,7 +243,7 @@ class Leases:
     should hold, the lease's group is taken back and lent again.
     """
     self.hear(name)
-    # A lease granted more recently may not have reached the explorer yet.
+    # An explorer may not have received a lease granted after this time.
     since = time.monotonic() - self._silent_s
     held = [group for group in self._lent.values() if group.holder == name and group.lent < since]
     await self._lend_again(
@@ -235,13 +256,15 @@ class Leases:
   async def give_up(self, name: str, why: str) -> None:
     """Removes a lost explorer, and queues its groups to be lent again."""
     self._heard.pop(name, None)
+    self.clock.exist(len(self._heard))
+    self._measure()
     lost = [group for group in self._lent.values() if group.holder == name]
     if lost or why != 'left':
       logging.warning('explorers: %s %s; %d groups go to others', name, why, len(lost))
     await self._lend_again(lost, f'{name} {why}')
 
   async def evict(self, name: str, why: str) -> None:
-    """Evicts an explorer that misbehaved: refuses its further messages and queues its groups to be
+    """Evicts an explorer that misbehaved: refuses its later messages and queues its groups to be
     lent again.
     """
     self._evicted[name] = why
@@ -271,6 +294,7 @@ class Leases:
         self.counts['lost'] += 1
         group.losses += 1
         _recall(group)
+        self._measure()
         self._waiting.appendleft(group)
         if group.losses >= _MAX_LOSSES:
           taskset = group.order['task']['taskset']

@@ -45,8 +45,8 @@ class ExplorerProcess:
 
   def start(self) -> None:
     self._started.append(time.monotonic())
-    # The explorer gets this process's module search path, so that it can import the modules beside
-    # the configuration file.
+    # The explorer inherits this process's module search path, so that it can import the modules in
+    # the directory of the configuration file.
     self._child.start(
       self._command,
       {**job.outside(os.environ), 'PYTHONPATH': os.pathsep.join(path for path in sys.path if path)},

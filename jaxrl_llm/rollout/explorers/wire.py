@@ -135,7 +135,7 @@ def read_attempt(row: Row) -> Attempt:
 
 
 def verdict_row(verdict: Verdict | None) -> Row | None:
-  # The evidence is encoded as JSON, as the fields of a task are.
+  # The evidence is encoded as JSON for the same reason as a task's fields.
   return (
     None
     if verdict is None

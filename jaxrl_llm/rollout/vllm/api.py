@@ -1,7 +1,7 @@
 """Interfaces through which a fleet (the engine over several servers) uses its servers. `VllmClient`
 and `OwnedServer` implement them for vLLM.
 
-Invariant: a call raises `Lost` when the server's state is unknown, and `Refused` when the server
+Invariant: a call raises `Lost` if the state of the server is unknown, and `Refused` if the server
 works but rejects the call. After `Lost`, the fleet restarts the server or waits until it works
 again.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int32
 
 from jaxrl_llm.rollout.api import Completion, Request
 from jaxrl_llm.rollout.vllm.publication import Publication
@@ -48,7 +48,7 @@ class EngineServer(Protocol):
 
     Returns:
       One mapping per worker: `tensors` (Hugging Face name to shape, dtype and slice), `device`,
-      and, where they apply, `logprobs_mode`, `speculative` and `adapter_rank`.
+      and, if applicable, `logprobs_mode`, `speculative` and `adapter_rank`.
     """
     ...
 
@@ -97,7 +97,7 @@ class EngineServer(Protocol):
     ...
 
   async def reset_cache(self) -> None:
-    """Clears the KV cache, which holds keys and values of the earlier weights."""
+    """Clears the KV cache, whose keys and values were computed with the earlier weights."""
     ...
 
   async def tokenize(self, text: str) -> list[int] | None:
@@ -112,9 +112,63 @@ class EngineServer(Protocol):
 
 
 @runtime_checkable
+class SpeculativeServer(EngineServer, Protocol):
+  """Client of a server that decodes speculatively. Adds the calls that the self-test needs."""
+
+  async def ranked_logprobs(
+    self, tokens: Sequence[int], *, count: int, deadline_s: float
+  ) -> tuple[
+    Float32[np.ndarray, 'time'], Int32[np.ndarray, 'time'], Float32[np.ndarray, 'time count']
+  ]:
+    """Returns, for each token given its prefix at temperature 1: its logprob, its rank among all
+    tokens (from 1), and the `count` largest logprobs in falling order. The values of the first
+    token are arbitrary.
+    """
+    ...
+
+  async def drafted_tokens(self) -> float:
+    """Returns the number of tokens that the server's speculative decoding has drafted so far."""
+    ...
+
+
+@runtime_checkable
+class CacheKeepingServer(EngineServer, Protocol):
+  """Client of a server that can keep the KV cache of running requests across weight updates."""
+
+  async def pause_with_cache(self) -> None:
+    """Suspends sampling. Running requests are kept with their keys and values, and continue after
+    `resume`.
+    """
+    ...
+
+  def separate_cache(self, publication: Publication) -> None:
+    """Separates cached keys and values: requests that start later do not reuse entries from before
+    this call. Running requests keep their entries.
+    """
+    ...
+
+
+@runtime_checkable
+class SleepingServer(EngineServer, Protocol):
+  """Client of a server that can free its device memory while its process keeps running."""
+
+  async def sleep(self, *, deadline_s: float) -> None:
+    """Makes the server drop its weights and its KV cache, and free their memory. Raises Refused if
+    it cannot.
+    """
+    ...
+
+  async def wake_up(self, *, deadline_s: float) -> None:
+    """Makes a sleeping server allocate its memory again. The contents of its weights are then
+    undefined.
+    """
+    ...
+
+
+@runtime_checkable
 class ServerProcess(Protocol):
-  """Process of an owned server, that is, a server that the run starts and stops. It can be started
-  again after `stop`. Attached servers, which others start, have no `ServerProcess`.
+  """Process of an owned server, which the run starts and stops. It can be started again after
+  `stop`. Attached servers are started by others and have no `ServerProcess`.
   """
 
   def start(self) -> None:

@@ -10,28 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32
 
+from jaxrl_llm.core import background
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Client, Lost, Malformed, Refused, RemoteError, parse_json
-from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rollout.api import CUT, Completion, Request
+from jaxrl_llm.rollout.api import Completion, Request
+from jaxrl_llm.rollout.vllm.answer import read_completion
 from jaxrl_llm.rollout.vllm.publication import Publication
 
 MODEL = 'policy'
 """Name under which servers serve the policy (`--served-model-name`)."""
 _GENERATE = '/inference/v1/generate'
+_CLOSE = {'Connection': 'close'}
+"""Header of all requests except those for samples. vLLM closes a connection without notice after an
+exception, and a later call would fail on it.
+"""
 _SEED_BITS = 62
 _MAX_ANSWER_BYTES = 1 << 28
 """Maximum size of a response in bytes. The longest responses are lists of all tensors."""
-_UNDRAWABLE = -9000.0
-"""Lower limit for the logprob of a sampled token. vLLM writes -9999 for minus infinity."""
+_DRAFTED_TOKENS = 'vllm:spec_decode_num_draft_tokens_total'
+"""Name of the server's counter of drafted tokens."""
 _KEPT_ADAPTERS = 2
 """Number of adapters kept on the server: the newest, and the previous one for completions in
 flight.
@@ -39,7 +45,7 @@ flight.
 
 
 class VllmClient:
-  """Client of one server."""
+  """HTTP client of one vLLM server."""
 
   def __init__(
     self,
@@ -58,13 +64,25 @@ class VllmClient:
       name: name in segments and messages. If None, the address is used.
     """
     self.address, self.name = address, name or address
-    where = f'engine {self.name}'
-    self._client = Client(
-      address, key=key, ca_file=ca_file, where=where, max_bytes=_MAX_ANSWER_BYTES
+    connect = functools.partial(
+      Client,
+      address,
+      key=key,
+      ca_file=ca_file,
+      where=f'engine {self.name}',
+      max_bytes=_MAX_ANSWER_BYTES,
     )
+    self._calls, self._samples = connect(), connect()
+    """HTTP clients. `_samples` sends the requests for samples, in the event loop for responses;
+    `_calls` sends all other requests.
+    """
     self._labels: dict[str, Version] = {}
     """Versions published through this client, keyed by label. Completions with other labels are
     rejected.
+    """
+    self._cache_salt: str | None = None
+    """Cache salt that new requests send; requests share cached keys and values only if their salts
+    are equal. See `separate_cache`.
     """
     self.adapter: Publication | None = None
     """Adapter that new completions use; None for the base model."""
@@ -72,7 +90,8 @@ class VllmClient:
     """Names of the adapters loaded through this client, newest last."""
 
   async def close(self) -> None:
-    await self._client.close()
+    await self._calls.close()
+    await background.responses().run(self._samples.close())
 
   async def call(
     self,
@@ -92,12 +111,9 @@ class VllmClient:
         5xx.
       Refused: the status is neither 200 nor 5xx.
     """
-    # vLLM closes a connection without notice after an exception, and a later call would fail on it.
-    # Hence only calls to generate keep their connection open for reuse.
-    headers = {} if path == _GENERATE else {'Connection': 'close'}
     label = f'{self.name}: {path}'
-    async with self._client.request(
-      method, path, body, label=label, deadline_s=deadline_s, params=params, headers=headers
+    async with self._calls.request(
+      method, path, body, label=label, deadline_s=deadline_s, params=params, headers=_CLOSE
     ) as response:
       data = await response.read()
     if is_text:
@@ -160,27 +176,37 @@ class VllmClient:
       'request_id': f'{request.uid}/{index}',
       'token_ids': list(request.prompt),
       **_model(adapter),
+      **self._salt(),
     }
     body['sampling_params'] = _sampling_params(request, sampler_seed(seed, request, index))
     try:
-      answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
+      return await background.responses().run(self._complete(body, request, adapter, deadline_s))
     except Refused as error:
       # The server does not know the adapter, because it was restarted.
       if adapter is not None and error.status == 404:
         raise Lost(str(error)) from None
       raise UserError(f'request {request.uid}: {error}') from None
-    try:
-      (choice,) = answer['choices']
-      if adapter is not None:
-        # The server labels all tokens with its newest version. These tokens, however, were sampled
-        # with the adapter that the request named.
-        span = {'version': adapter.label, 'start': 0, 'end': len(choice['token_ids'])}
-        choice = {**choice, 'weight_versions': [span]}
-      return _completion(choice, request, self.name, self._labels)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-      raise Malformed(
-        f'{self.name}: answer to {request.uid}: {type(error).__name__}: {error}'
-      ) from None
+
+  async def _complete(
+    self, body: Any, request: Request, adapter: Publication | None, deadline_s: float
+  ) -> Completion:
+    """Sends a request for a sample and parses the response. Called in the event loop for
+    responses.
+    """
+    label = f'{self.name}: {_GENERATE}'
+    async with self._samples.request(
+      'POST', _GENERATE, body, label=label, deadline_s=deadline_s
+    ) as response:
+      data = await response.read()
+    return await background.by_length(
+      request.max_tokens,
+      read_completion,
+      data,
+      request,
+      engine=self.name,
+      labels=self._labels,
+      adapter=None if adapter is None else adapter.label,
+    )
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
     """Makes the server compile its programs by a greedy request and, if `sampled`, a seeded request
@@ -201,26 +227,61 @@ class VllmClient:
     self, tokens: Sequence[int], *, deadline_s: float
   ) -> Float32[np.ndarray, 'time']:
     """Returns the logprob of each token given its prefix, at temperature 1; the first is 0."""
-    body = {'token_ids': [int(t) for t in tokens], **_model(self.adapter)}
+    rows = await self._prompt_rows(tokens, 0, deadline_s)
+    try:
+      values = [
+        row[str(int(token))]['logprob'] for row, token in zip(rows[1:], tokens[1:], strict=True)
+      ]
+    except (KeyError, TypeError, ValueError) as error:
+      raise Malformed(f'{self.name}: prompt_logprobs: {type(error).__name__}: {error}') from None
+    return np.array([0.0, *values], np.float32)
+
+  async def _prompt_rows(
+    self, tokens: Sequence[int], count: int, deadline_s: float
+  ) -> list[Mapping[str, Mapping[str, Any]]]:
+    """For each token of a prompt, returns the logprob and rank of that token and of the `count`
+    most probable tokens, keyed by token id. The first entry is None.
+    """
+    body = {'token_ids': [int(t) for t in tokens], **_model(self.adapter), **self._salt()}
     body['sampling_params'] = {
       'max_tokens': 1,
       'temperature': 0.0,
-      'prompt_logprobs': 0,
+      'prompt_logprobs': count,
       'detokenize': False,
     }
     answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
     try:
-      rows = answer['prompt_logprobs']
-      values = [
-        0.0,
-        *(
-          row[str(token)]['logprob']
-          for row, token in zip(rows[1:], body['token_ids'][1:], strict=True)
-        ),
-      ]
+      return list(answer['prompt_logprobs'])
+    except (KeyError, TypeError) as error:
+      raise Malformed(f'{self.name}: prompt_logprobs: {type(error).__name__}: {error}') from None
+
+  async def ranked_logprobs(
+    self, tokens: Sequence[int], *, count: int, deadline_s: float
+  ) -> tuple[
+    Float32[np.ndarray, 'time'], Int32[np.ndarray, 'time'], Float32[np.ndarray, 'time count']
+  ]:
+    """Returns, for each token given its prefix at temperature 1: its logprob, its rank among all
+    tokens (from 1), and the `count` largest logprobs in falling order. The values of the first
+    token are arbitrary.
+    """
+    rows = (await self._prompt_rows(tokens, count, deadline_s))[1:]
+    logprobs, ranks = np.zeros(len(tokens), np.float32), np.ones(len(tokens), np.int32)
+    top = np.zeros((len(tokens), count), np.float32)
+    try:
+      for i, (row, token) in enumerate(zip(rows, tokens[1:], strict=True), start=1):
+        entry = row[str(int(token))]
+        logprobs[i], ranks[i] = entry['logprob'], entry['rank']
+        top[i] = sorted((float(e['logprob']) for e in row.values()), reverse=True)[:count]
     except (KeyError, TypeError, ValueError) as error:
       raise Malformed(f'{self.name}: prompt_logprobs: {type(error).__name__}: {error}') from None
-    return np.array(values, np.float32)
+    return logprobs, ranks, top
+
+  async def drafted_tokens(self) -> float:
+    """Returns the number of tokens that the server's speculative decoding has drafted so far."""
+    text = await self.call('GET', '/metrics', deadline_s=30.0, is_text=True)
+    return sum(
+      float(line.split()[-1]) for line in text.splitlines() if line.startswith(_DRAFTED_TOKENS)
+    )
 
   async def weights(self) -> list[dict[str, Any]]:
     """Returns one mapping per worker. It contains the worker's `tensors` (name to shape, dtype and
@@ -295,7 +356,16 @@ class VllmClient:
 
   async def pause(self) -> None:
     """Suspends generation. Running requests are kept and continue after `resume`."""
-    await self.call('POST', '/pause', params={'mode': 'keep'})
+    await self._pause({'mode': 'keep'})
+
+  async def pause_with_cache(self) -> None:
+    """Suspends generation like `pause`, and keeps the keys and values of running requests."""
+    # By default, vLLM 0.32 discards the keys and values, although its documentation says that
+    # `clear_cache` is ignored in this mode.
+    await self._pause({'mode': 'keep', 'clear_cache': 'false'})
+
+  async def _pause(self, params: Mapping[str, str]) -> None:
+    await self.call('POST', '/pause', params=params)
     if not (await self.call('GET', '/is_paused')).get('is_paused'):
       raise Lost(f'{self.name}: /pause: accepted, but not paused')
 
@@ -303,6 +373,17 @@ class VllmClient:
     await self.call('POST', '/resume')
     if (await self.call('GET', '/is_paused')).get('is_paused'):
       raise Lost(f'{self.name}: /resume: accepted, but still paused')
+
+  async def sleep(self, *, deadline_s: float) -> None:
+    # Level 2 also drops the weights, which is safe because each version is published again.
+    await self.call('POST', '/sleep', params={'level': '2'}, deadline_s=deadline_s)
+    if not (await self.call('GET', '/is_sleeping')).get('is_sleeping'):
+      raise Refused(f'{self.name}: /sleep: accepted, but not asleep')
+
+  async def wake_up(self, *, deadline_s: float) -> None:
+    await self.call('POST', '/wake_up', deadline_s=deadline_s)
+    if (await self.call('GET', '/is_sleeping')).get('is_sleeping'):
+      raise Lost(f'{self.name}: /wake_up: accepted, but still asleep')
 
   async def set_version(self, publication: Publication) -> None:
     self._labels[publication.label] = publication.version
@@ -323,6 +404,15 @@ class VllmClient:
     )
     if not answer.get('success'):
       raise Lost(f'{self.name}: /reset_prefix_cache: {answer}')
+
+  def separate_cache(self, publication: Publication) -> None:
+    """Separates cached keys and values: requests that start later do not reuse entries from before
+    this call. This is needed because vLLM cannot clear its cache while requests run.
+    """
+    self._cache_salt = publication.label
+
+  def _salt(self) -> dict[str, str]:
+    return {} if self._cache_salt is None else {'cache_salt': self._cache_salt}
 
   async def tokenize(self, text: str) -> list[int] | None:
     """Returns the tokens of the text without special tokens, or None if the server has no
@@ -345,11 +435,12 @@ def sampler_seed(seed: int, request: Request, index: int) -> int:
   """Returns the sampler seed of one completion: a hash of the engine's seed, the request's key, the
   sample index, and the number of tokens that earlier requests sampled for the completion.
 
-  vLLM draws the same random numbers for each request with the same seed. Without that number, the
-  tokens after a cut would repeat the draws of the tokens before it.
+  vLLM draws the same random numbers for each request with the same seed. Without the number of
+  earlier tokens, the tokens after an interruption would be sampled with the same random numbers as
+  those before it.
   """
   words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *request.key, index], '<u4')
-  position = request.begun.to_bytes(8, 'little')  # Salt 0 is no salt.
+  position = request.begun.to_bytes(8, 'little')  # A zero salt equals no salt.
   digest = hashlib.blake2b(words.tobytes(), digest_size=8, salt=position).digest()
   return int.from_bytes(digest, 'little') >> (64 - _SEED_BITS)
 
@@ -369,83 +460,3 @@ def _sampling_params(request: Request, seed: int) -> dict[str, Any]:
   if sampling.temperature > 0:
     params |= {'seed': seed, 'top_p': sampling.top_p, 'top_k': sampling.top_k}
   return params
-
-
-_FINISHES = {str(finish): finish for finish in (Finish.STOP, Finish.LENGTH, Finish.REPETITION)}
-
-
-def _completion(
-  choice: Mapping[str, Any], request: Request, engine: str, labels: Mapping[str, Version]
-) -> Completion:
-  """Builds a completion from a response. Raises ValueError if the response does not match the
-  request.
-  """
-  tokens: Int32[np.ndarray, 'time'] = np.array(choice['token_ids'], np.int32)
-  content = choice['logprobs']['content']
-  if [row['token_id'] for row in content] != tokens.tolist():
-    raise ValueError(f'{len(content)} logprobs do not match its {len(tokens)} tokens')
-  logprobs = np.array([row['logprob'] for row in content], np.float32)
-  if not np.isfinite(logprobs).all() or (logprobs < _UNDRAWABLE).any():
-    raise ValueError('a token of probability 0 was drawn: the sampler and its logprobs disagree')
-  reason = choice['finish_reason']
-  if reason not in _FINISHES:
-    raise ValueError(f'ended with {reason!r} after {len(tokens)} tokens')
-  finish = _FINISHES[reason]
-  if finish == Finish.STOP and (not len(tokens) or int(tokens[-1]) not in request.stop_ids):
-    raise ValueError(
-      f'stopped after {len(tokens)} tokens, and the last is not one of its stop ids '
-      f'{request.stop_ids}'
-    )
-  if finish == Finish.LENGTH and len(tokens) != request.max_tokens:
-    raise ValueError(
-      f'ended after {len(tokens)} of {request.max_tokens} tokens; is its max_model_len too small?'
-    )
-  _check_repetition(tokens, finish, request, engine)
-  end = request.repetition_end(tokens) if request.begun else None
-  if end is not None and (end < len(tokens) or finish == Finish.REPETITION):
-    # The server does not know which tokens of the prompt belong to the completion.
-    finish, tokens, logprobs = Finish.REPETITION, tokens[:end], logprobs[:end]
-  spans = [
-    {**span, 'end': min(span['end'], len(tokens))}
-    for span in choice['weight_versions']
-    if span['start'] < len(tokens)
-  ]
-  segments = tuple(
-    Segment(
-      start=span['start'],
-      end=span['end'],
-      version=labels[span['version']],
-      engine=engine,
-      finish=str(finish) if last else CUT,
-    )
-    for last, span in ((span is spans[-1], span) for span in spans)
-    if span['end'] > span['start']
-  )
-  return Completion(tokens=tokens, logprobs=logprobs, finish=finish, segments=segments)
-
-
-def _check_repetition(
-  tokens: Int32[np.ndarray, 'time'], finish: Finish, request: Request, engine: str
-) -> None:
-  """Checks that the server ends completions by the request's repetition rule. Raises UserError if
-  it does not, because every further answer could be wrong in the same way.
-  """
-  detection, where = request.sampling.repetition_detection, f'engine {engine}: {request.uid}'
-  if detection is None:
-    if finish == Finish.REPETITION:
-      raise UserError(
-        f'{where}: the server ended a completion for repetition, which was not asked for; set '
-        "rollout.repetition_detection to the server's rule, or remove the rule from the server"
-      )
-    return
-  end = detection.end(tokens)
-  if finish == Finish.REPETITION and end != len(tokens):
-    raise UserError(
-      f'{where}: the server ended a completion for repetition after {len(tokens)} tokens, wanted '
-      f'after {end or "more"} by rollout.repetition_detection {detection}; use vLLM 0.32'
-    )
-  if finish != Finish.REPETITION and end is not None and end < len(tokens):
-    raise UserError(
-      f'{where}: the server went on after a repetition that rollout.repetition_detection ends '
-      f'after {end} tokens; use vLLM 0.32, which knows the sampling parameter'
-    )

@@ -15,8 +15,8 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from absl import logging
@@ -24,27 +24,29 @@ from absl import logging
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.core.net.registry import LOOK_S, Lease
+from jaxrl_llm.core.process_clock import TOKENS, seconds_metrics
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.api import Completion, Probe, Request, Weights
 from jaxrl_llm.rollout.vllm.discovery import Discovery
+from jaxrl_llm.rollout.vllm.dispatch import Dispatcher
 from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
-from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Unproven
+from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Requirements, Unproven, slice_of
+from jaxrl_llm.rollout.vllm.selftest import sampling_fault
 from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.weights.tables import entries
+from jaxrl_llm.weights.tensor_files import Slice
 
 _WATCH_S = 0.25
 """Seconds between checks of the owned servers' processes."""
 _ATTACHED_LOOK_S = 2.0
-"""Seconds between health checks of an attached server that is down."""
-_BURST = 16
-"""Maximum number of requests dispatched in one iteration of the event loop."""
+"""Seconds between health checks of an attached server that does not respond."""
 _PATIENCE = 3
-"""Number of consecutive failures after which a server is restarted even if it responds."""
+"""Number of consecutive failures after which a server is restarted even if its health checks
+succeed.
+"""
 _LOOK_S = LOOK_S
 """Seconds between two reads of the registry."""
-_REST_S = 60.0
-"""Seconds until a discovered server that was given up may join again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,49 +96,73 @@ class Fleet:
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
-    """Totals since the start: completions, tokens, retries, restarts, publications, and void
-    (completions discarded because their version was not proven). With discovery, also the servers
-    that joined and left.
+    """Totals since the start: completions, tokens, retries, restarts, publications, void
+    completions (discarded because their version was not proven), and the tokens of void, delivered
+    and unwanted completions (whose caller had gone away). With discovery, also the numbers of
+    servers that joined and left.
     """
     self.replicas = tuple(replicas)
     """Servers of the fleet. With discovery, these are the servers with valid leases."""
     self._discovery = discovery
-    self._resting: dict[str, float] = {}
-    """For each server that was refused or given up: event loop time from which it may join again,
-    keyed by the id of its lease.
-    """
-    self._leases: dict[Replica, Lease] = {}
     self._leaving: dict[Replica, asyncio.Task] = {}
     """Task that closes each server that has left, usually after its requests in flight."""
     self._follower: asyncio.Task | None = None
-    self._config, self._spec, self._folder, self._dtype = config, spec, folder, dtype
-    self._max_length, self._seed, self._run = max_length, seed, run
-    self._check_tokenizer, self._adapter_rank = check_tokenizer, adapter_rank
+    self._config, self._spec, self._folder = config, spec, folder
+    self._seed, self._run, self._check_tokenizer = seed, run, check_tokenizer
+    self._requirements = Requirements(
+      shapes={entry.hf: entry.shape for entry in entries(spec)},
+      dtype=dtype,
+      max_length=max_length,
+      speculative=config.speculative,
+      adapter_rank=adapter_rank,
+    )
     self._tolerance = config.probe_tolerance
     if self._tolerance is None:
       self._tolerance = 1e-3 if dtype == 'float32' else 0.5
-    self._shapes = {entry.hf: entry.shape for entry in entries(spec)}
     self._current: _Current | None = None
     self._earlier: _Current | None = None
     """The previous version. Its files are kept until every server has the current version."""
     self._version: Version | None = None
     self._loading = asyncio.Lock()
-    self._waiting: collections.deque[asyncio.Future[tuple[Replica, int]]] = collections.deque()
+    self._dispatcher = Dispatcher(self._serving, config)
     self._repairs: dict[Replica, asyncio.Task] = {}
     self._changed = asyncio.Event()
     self._watcher: asyncio.Task | None = None
     self._failure: Exception | None = None
     self._last_trouble = ''
+    self._released: str | None = None
+    """How the servers were released ('sleep' or 'destroy'); None while they are in service."""
     self._names: dict[Version, Version] = {}
-    """For each published version that was relabelled because the weights did not change: its new
-    version.
+    """Mapping from each published version to the version that `relabel` has since given to the same
+    weights.
     """
     self._taken: collections.Counter[str] = collections.Counter()
     self._seconds: dict[str, float] = {}
+    self._measured: set[Replica] = set(replicas)
+    """Servers of the fleet when metrics were last taken."""
 
   @property
   def version(self) -> Version | None:
     return self._version
+
+  @property
+  def is_released(self) -> bool:
+    return self._released is not None
+
+  is_outside = True
+
+  @property
+  def device_bytes(self) -> int:
+    """Estimated device memory of the servers in bytes: their weights and, on CPUs, their KV caches.
+    On GPUs, vLLM always reserves the fraction `gpu_memory_utilization` of each card.
+    """
+    if self._current is None or self._released is not None:
+      return 0
+    publication = self._current.publication
+    whole = publication.base or publication
+    cache = self._config.cpu_cache_gib << 30
+    live = [r for r in self.replicas if r.state in (ReplicaState.SERVING, ReplicaState.HELD)]
+    return sum(whole.nbytes + (cache if replica.on_cpu else 0) for replica in live)
 
   async def start(self) -> None:
     """Starts the owned servers and checks all servers.
@@ -152,11 +178,15 @@ class Fleet:
     try:
       async with asyncio.TaskGroup() as starts:
         for replica in self.replicas:
-          starts.create_task(self._start(replica))
+          # A released server that the run owns is started only by `restore`.
+          if self._released is None or replica.server is None:
+            starts.create_task(self._start(replica))
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
     for replica in self.replicas:
       replica.state = ReplicaState.SERVING
+    if self._released is not None:
+      await self._release_all(self._released)
     self._watcher = asyncio.create_task(self._watch(), name=f'engine {self.name}: watch')
     if self._discovery is not None:
       for replica in self.replicas:
@@ -185,45 +215,29 @@ class Fleet:
       ) from None
     silent = [replica for replica in self.replicas if replica not in answering]
     self.replicas = tuple(answering)
-    for replica in silent:  # They join later if they answer then.
-      del self._leases[replica]
+    for replica in silent:  # Servers that do not answer can join later.
+      discovery.forget(replica)
       await self._end(replica)
 
   def _match(self, discovery: Discovery, leases: Sequence[Lease], *, start: bool = False) -> None:
     """Removes servers that have left the registry, and adds servers that have registered.
 
-    At the `start` of the run, new servers are not brought into service yet, and a server of another
-    model raises UserError. Later, such a server is ignored.
+    At the `start` of the run, new servers are not brought into service yet, and a server with
+    another model raises UserError. Later, such a server is ignored.
     """
-    at = {lease.address: lease for lease in leases}
-    for replica in self.replicas:
-      address = replica.client.address
-      if address not in at:
-        self._leave(replica, expired=address in discovery.expired)
-      else:  # The server may have registered again, with a new lease.
-        self._leases[replica] = at.pop(address)
-    now, ids = asyncio.get_running_loop().time(), {lease.id for lease in leases}
-    self._resting = {id: until for id, until in self._resting.items() if id in ids}
-    for lease in at.values():
-      if self._resting.get(lease.id, now) > now:
-        continue
-      reason = discovery.mismatch(lease)
-      if reason and start:
-        raise UserError(f'engine {self.name}: {reason}; stop it, or name another registry')
-      if reason:
-        self._resting[lease.id] = math.inf
-        logging.warning('engine %s: %s; it is ignored', self.name, reason)
-        continue
+    gone, joining = discovery.match(self.replicas, leases, engine=self.name, refuses=start)
+    for replica in gone:
+      self._leave(replica, expired=replica.client.address in discovery.expired)
+    for lease in joining:
       replica = discovery.replica(lease, {replica.name for replica in self.replicas})
-      self._leases[replica] = lease
       self.replicas = (*self.replicas, replica)
       if not start:
         logging.info('engine %s: joins, at %s', replica.name, lease.address)
-        self._begin(replica, joins=True)
+        self._begin(replica, self._bring_in(replica), 'join')
 
   async def _follow(self, discovery: Discovery) -> None:
     """Reads the registry periodically, and lets servers join and leave."""
-    # The wait 'registry' is unbounded, because it looks for servers as long as the fleet runs.
+    # The wait 'registry' is unbounded: the registry is watched as long as the fleet runs.
     while self._failure is None:
       await asyncio.sleep(_LOOK_S)
       leases = await discovery.look()
@@ -231,7 +245,7 @@ class Fleet:
         return
       try:
         self._match(discovery, leases)
-      except UserError as error:  # No client can be built, because a file is missing.
+      except UserError as error:  # The client cannot be built: a file is missing, for example.
         self._fail(error)
 
   async def _bring_in(self, replica: Replica) -> None:
@@ -246,7 +260,6 @@ class Fleet:
     `expired` and it may therefore no longer work.
     """
     self.replicas = tuple(r for r in self.replicas if r is not replica)
-    self._leases.pop(replica, None)
     replica.state = ReplicaState.GONE
     how = 'its lease has expired' if expired else 'it has left the registry'
     self._last_trouble = f'engine {replica.name}: {how}'
@@ -290,6 +303,9 @@ class Fleet:
       raise errors[0]
 
   async def _end(self, replica: Replica) -> None:
+    if replica.state == ReplicaState.RELEASED and replica.server is None:
+      with contextlib.suppress(RemoteError):  # Other users may need the server after this run.
+        await replica.wake_up(deadline_s=self._config.latency_s)
     replica.state = ReplicaState.GONE
     # Closes the transfer, the client and the server, in this order, even if one of them fails.
     async with contextlib.AsyncExitStack() as ends:
@@ -305,19 +321,64 @@ class Fleet:
     if replica.server is not None:
       replica.server.start()
       await replica.server.ready(deadline_s=self._config.start_deadline_s)
-    await replica.admit(
-      self._shapes,
-      dtype=self._dtype,
-      max_length=self._max_length,
-      speculative=self._config.speculative,
-      adapter_rank=self._adapter_rank,
-      deadline_s=self._config.start_deadline_s,
-    )
+    await replica.admit(self._requirements, deadline_s=self._config.start_deadline_s)
     if self._check_tokenizer is not None:
       await self._check_tokenizer(replica)
 
+  async def release(self, how: str) -> None:
+    async with self._loading:
+      self._check_alive()
+      self._released = how
+      if self._watcher is not None:  # If there is no watcher yet, `start` releases them.
+        await self._release_all(how)
+
+  async def _release_all(self, how: str) -> None:
+    """Releases every server. Cancels pending repairs, because `restore` brings the servers back."""
+    repairs = [*self._repairs.values()]
+    for repair in repairs:
+      repair.cancel()
+    await asyncio.gather(*repairs, return_exceptions=True)
+    live = [replica for replica in self.replicas if replica.state != ReplicaState.GONE]
+    await asyncio.gather(*(self._release(replica, how) for replica in live))
+
+  async def _release(self, replica: Replica, how: str) -> None:
+    replica.state = ReplicaState.RELEASED
+    try:
+      await replica.release(how, deadline_s=self._config.transfer_deadline_s)
+    except Lost as error:  # `restore` restarts the server.
+      logging.warning('engine %s: did not answer when it was released: %s', replica.name, error)
+
+  async def restore(self) -> None:
+    async with self._loading:
+      self._check_alive()
+      self._released = None
+      released = [r for r in self.replicas if r.state == ReplicaState.RELEASED]
+      for replica in released:
+        replica.state = ReplicaState.DOWN
+        self._begin(replica, self._wake(replica), 'restore')
+      # The wait 'restored' is bounded by `max_restarts` times `start_deadline_s`.
+      await asyncio.gather(
+        *(self._repairs[replica] for replica in released), return_exceptions=True
+      )
+      self._check_alive()
+      if self._current is not None:
+        await self._until_serving(self._current.publication.version)
+    self._dispatcher.deal()
+
+  async def _wake(self, replica: Replica) -> None:
+    """Wakes or starts a server, and loads the current version into it."""
+    works = False
+    if replica.server is None or replica.server.is_running():
+      try:
+        await replica.wake_up(deadline_s=self._config.start_deadline_s)
+        works = True
+      except RemoteError as error:
+        logging.warning('engine %s: does not wake up: %s', replica.name, error)
+    await self._catch_up(replica, works=works, is_failure=False)
+
   async def load(self, weights: Weights) -> None:
     """Publishes the weights to every server, and returns once at least one server serves them.
+    Servers that are released load them when they are restored.
 
     Servers that fail the update are restarted in the background.
 
@@ -329,9 +390,17 @@ class Fleet:
       self._check_alive()
       loop = asyncio.get_running_loop()
       began = loop.time()
-      publication = await self._run(self._folder.write, weights.version, weights.leaves)
+      publication = await self._run(
+        self._folder.write, weights.version, weights.leaves, slices=self._slices()
+      )
       self._seconds['perf/publish_write_s'] = loop.time() - began
       before, self._current = self._current, _Current(publication, weights.probe)
+      if self._released is not None:
+        self._earlier, self._version = None, publication.version
+        await asyncio.to_thread(self._folder.keep_only, publication)
+        self.counts['publications'] += 1
+        self._measure_publication(publication)
+        return
       live = [replica for replica in self.replicas if replica.state == ReplicaState.SERVING]
       refusals = [
         r for r in await asyncio.gather(*(self._take(replica) for replica in live)) if r is not None
@@ -341,7 +410,7 @@ class Fleet:
         self._current = before
         for replica in held:
           self._serve(replica)
-        self._deal()
+        self._dispatcher.deal()
         raise RunError(
           f'version {weights.version} was not published, {self._version or "none"} stays: '
           f'{refusals[0]}'
@@ -359,8 +428,25 @@ class Fleet:
       pauses = [r.paused_s for r in self.replicas if r.version == publication.version]
       # `pauses` is empty if the server that accepted the version has left again.
       self._seconds['perf/publish_pause_s'] = max(pauses, default=0.0)
-      self._seconds['perf/publish_bytes'] = float(publication.nbytes)
-    self._deal()
+      self._measure_publication(publication)
+    self._dispatcher.deal()
+
+  def _measure_publication(self, publication: Publication) -> None:
+    nbytes = publication.sent_bytes
+    if publication.deltas and not self._current.publication.deltas:  # It was published again.
+      nbytes += publication.nbytes
+    self._seconds['perf/publish_bytes'] = float(nbytes)
+    if publication.changed_fraction is not None:
+      self._seconds['perf/publish_changed_fraction'] = publication.changed_fraction
+
+  def _slices(self) -> dict[str, set[Slice]]:
+    """Returns the slices of tensors that the servers' workers hold, keyed by tensor name."""
+    slices: dict[str, set[Slice]] = {}
+    for worker in itertools.chain.from_iterable(replica.slices for replica in self.replicas):
+      for name, tensor in worker.items():
+        if (part := slice_of(tensor)) is not None:
+          slices.setdefault(name, set()).add(part)
+    return slices
 
   async def relabel(self, version: Version) -> None:
     """Attributes the current weights to `version` in returned completions. The servers keep the old
@@ -374,8 +460,8 @@ class Fleet:
       self._version = version
 
   async def _take(self, replica: Replica) -> str | None:
-    """Updates a serving replica to the current version. If the server refuses the version, the
-    replica stays HELD, and the reason is returned. In all other cases, returns None.
+    """Updates a serving replica to the current version. If the server refuses the version, returns
+    the reason and leaves the replica in the state HELD. Otherwise returns None.
     """
     if replica.state == ReplicaState.GONE:  # The server has just left.
       return None
@@ -392,6 +478,27 @@ class Fleet:
 
   async def _transact(self, replica: Replica, current: _Current) -> None:
     await replica.recognise()
+    try:
+      await self._send(replica, current)
+    except (Refused, Unproven) as error:
+      if not current.publication.deltas:
+        raise
+      logging.warning('engine %s: gets whole weights after a delta: %s', replica.name, error)
+      await self._send(replica, await self._in_full(current))
+    if replica.speculates and not replica.is_tested:
+      replica.sampling_fault = await sampling_fault(
+        replica.client,
+        vocab=self._spec.vocab_size,
+        max_length=self._requirements.max_length,
+        tolerance=self._tolerance,
+        deadline_s=self._config.start_deadline_s,
+      )
+      replica.is_tested = True
+      logging.info(
+        'engine %s: speculative decoding: %s', replica.name, replica.sampling_fault or 'passes'
+      )
+
+  async def _send(self, replica: Replica, current: _Current) -> None:
     await replica.take(
       current.publication,
       current.probe,
@@ -399,21 +506,32 @@ class Fleet:
       deadline_s=self._config.transfer_deadline_s,
     )
 
+  async def _in_full(self, current: _Current) -> _Current:
+    """Publishes a version again, with its whole weights. Raises Refused if it is no longer the
+    newest version.
+    """
+    try:
+      whole = await asyncio.to_thread(self._folder.write_whole, current.publication)
+    except ValueError as error:
+      raise Refused(str(error)) from None
+    again = _Current(whole, current.probe)
+    if self._current is current:
+      self._current = again
+    return again
+
   def _is_served(self, version: Version) -> bool:
     return any(r.state == ReplicaState.SERVING and r.version == version for r in self.replicas)
 
   def _is_one_behind(self) -> bool:
-    """Returns whether any server still lacks the current version, apart from servers that were
-    given up.
-    """
+    """Returns whether any server lacks the current version. Abandoned servers do not count."""
     return any(
       r.state != ReplicaState.GONE and r.version != self._current.publication.version
       for r in self.replicas
     )
 
   async def _let_go(self) -> None:
-    """Removes the files of earlier versions, except those of the previous version while any server
-    lacks the current one.
+    """Removes the files of earlier versions, except that those of the previous version are kept
+    while any server lacks the current one.
     """
     if not self._is_one_behind():
       self._earlier = None
@@ -460,7 +578,7 @@ class Fleet:
         lost = replica.server is not None and not replica.server.is_running()
         if lost and replica.state == ReplicaState.SERVING:
           self._repair(replica, 'its process ended')
-      if any(
+      if self._released is not None or any(
         replica.state in (ReplicaState.SERVING, ReplicaState.HELD) for replica in self.replicas
       ):
         served = loop.time()
@@ -472,6 +590,10 @@ class Fleet:
             f'{self._last_trouble}'
           )
         )
+      try:
+        self._check_samplers()
+      except UserError as error:
+        self._dispatcher.refuse_sampled(error)
       if self._earlier is not None and not self._loading.locked() and not self._is_one_behind():
         try:
           async with self._loading:
@@ -481,25 +603,24 @@ class Fleet:
 
   def _repair(self, replica: Replica, reason: str) -> None:
     """Takes a server out of service, and starts a task that recovers or restarts it."""
-    gone = replica.state == ReplicaState.GONE
-    if replica in self._repairs or self._failure is not None or gone:
+    is_out = replica.state in (ReplicaState.GONE, ReplicaState.RELEASED)
+    if replica in self._repairs or self._failure is not None or is_out:
       return
     replica.state = ReplicaState.DOWN
     replica.failures += 1
     self._last_trouble = f'engine {replica.name}: {reason}'
     logging.warning('engine %s: taken out of service: %s', replica.name, reason)
-    self._begin(replica, joins=False)
+    self._begin(replica, self._bring_back(replica), 'repair')
 
-  def _begin(self, replica: Replica, *, joins: bool) -> None:
+  def _begin(self, replica: Replica, work: Coroutine[Any, Any, None], name: str) -> None:
     """Starts a task that brings the server into service. If the task fails, the server is closed
     and given up.
 
     Args:
-      joins: whether the server has just registered. If False, it is one that failed before.
+      work: brings the server into service.
     """
     task = asyncio.create_task(
-      self._bring_in_or_end(replica, joins=joins),
-      name=f'engine {replica.name}: {"join" if joins else "repair"}',
+      self._bring_in_or_end(replica, work), name=f'engine {replica.name}: {name}'
     )
     self._repairs[replica] = task
     task.add_done_callback(lambda done: self._repaired(replica, done))
@@ -515,47 +636,43 @@ class Fleet:
         if all(r.state == ReplicaState.GONE for r in self.replicas):
           self._fail(RunError(f'no engine left; the last: {error}'))
     self._changed.set()
-    self._deal()
+    self._dispatcher.deal()
 
   def _give_up(self, replica: Replica, error: BaseException) -> None:
-    """Removes a discovered server from the fleet. If the server suits the run, it may join again
-    later.
+    """Removes a discovered server from the fleet. It may rejoin later unless it is unsuitable for
+    the run.
     """
     self.replicas = tuple(r for r in self.replicas if r is not replica)
     self._last_trouble = f'engine {replica.name}: {error}'
     unsuited = isinstance(error, UserError) and not isinstance(error, RunError)
-    loop = asyncio.get_running_loop()
-    if (lease := self._leases.pop(replica, None)) is not None:  # Otherwise it has already left.
-      self._resting[lease.id] = math.inf if unsuited else loop.time() + _REST_S
+    if self._discovery.rest(replica, for_good=unsuited):
       self._discovery.tell(replica.name, 'refused' if unsuited else 'given up')
       logging.warning(
         'engine %s: %s: %s', replica.name, 'is ignored' if unsuited else 'given up', error
       )
 
-  async def _bring_in_or_end(self, replica: Replica, *, joins: bool) -> None:
+  async def _bring_in_or_end(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
     try:
-      if joins:
-        await self._bring_in(replica)
-      else:
-        await self._bring_back(replica)
+      # The wait 'restored' is bounded by `max_restarts` times `start_deadline_s`.
+      await work
     except Exception:
-      await self._end(replica)  # Frees its memory and cores for the working servers.
+      await self._end(replica)  # The memory and cores become available to the other servers.
       raise
 
   async def _bring_back(self, replica: Replica) -> None:
     await self._catch_up(replica, works=await self._is_as_before(replica))
 
-  async def _catch_up(self, replica: Replica, *, works: bool) -> None:
+  async def _catch_up(self, replica: Replica, *, works: bool, is_failure: bool = True) -> None:
     """Loads the current version into a server and brings it into service. If `works` is False, the
-    server is restarted first.
+    server is restarted first, which counts as a restart if `is_failure`.
     """
     attempts = 0
     while True:
       current = self._current
       try:
         if not works:
-          await self._start_again(replica)
-          works = True
+          await self._start_again(replica, is_failure=is_failure)
+          works = is_failure = True
         if current is not None and replica.version != current.publication.version:
           await self._transact(replica, current)
         if current is self._current:
@@ -575,8 +692,8 @@ class Fleet:
     self._serve(replica)
 
   async def _is_as_before(self, replica: Replica) -> bool:
-    """Returns whether a server works again after a failure and still serves its last proven
-    version.
+    """Returns whether a server has recovered from a failure by itself and still serves its last
+    proven version.
     """
     if replica.failures > _PATIENCE or replica.version is None:
       return False
@@ -587,17 +704,17 @@ class Fleet:
         return await replica.is_alive(deadline_s=self._config.latency_s)
     return False
 
-  async def _start_again(self, replica: Replica) -> None:
+  async def _start_again(self, replica: Replica, *, is_failure: bool) -> None:
     replica.forget()
     if replica.server is not None:
-      self.counts['restarts'] += 1
+      self.counts['restarts'] += is_failure
       await replica.server.stop()
     else:
       await self._await_attached(replica)
     try:
       await self._start(replica)
     except UserError as error:
-      # A UserError is right only at the start of a run. Here, the server has worked before and may
+      # A UserError is appropriate only at the start of a run. This server has worked before and may
       # recover.
       raise Lost(str(error)) from None
 
@@ -619,10 +736,7 @@ class Fleet:
   def _fail(self, error: Exception) -> None:
     if self._failure is None:
       self._failure = error
-    while self._waiting:
-      future = self._waiting.popleft()
-      if not future.done():
-        future.set_exception(self._failure)
+    self._dispatcher.fail(self._failure)
     self._changed.set()
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
@@ -637,51 +751,68 @@ class Fleet:
     ]
     try:
       for _ in samples:
-        # The wait 'completion' is bounded by the request's deadline times `max_retries`.
+        # The wait 'completion' is bounded: each of `max_retries` tries has a deadline.
         result = await results.get()
         if isinstance(result, Exception):
           raise result
+        self.counts['delivered_tokens'] += len(result[1].tokens)
         yield result
     finally:
       for sample in samples:
         sample.cancel()
       await asyncio.gather(*samples, return_exceptions=True)
+      while not results.empty():
+        result = results.get_nowait()
+        if not isinstance(result, Exception):
+          self.counts['unwanted_tokens'] += len(result[1].tokens)
 
   def _check(self, request: Request) -> None:
     where, length = f'request {request.uid}', len(request.prompt)
-    if length + request.max_tokens > self._max_length:
+    if length + request.max_tokens > self._requirements.max_length:
       raise UserError(
         f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the '
-        f'{self._max_length} of engine {self.name}; raise rollout.max_prompt_length or '
-        'max_response_length, or ask for fewer'
+        f'{self._requirements.max_length} of engine {self.name}; raise '
+        'rollout.max_prompt_length or max_response_length, or ask for fewer'
       )
-    if not all(
-      0 <= token < self._spec.vocab_size for token in (*request.prompt, *request.stop_ids)
-    ):
+    tokens = (*request.prompt, *request.stop_ids)
+    if min(tokens) < 0 or max(tokens) >= self._spec.vocab_size:
       raise UserError(
         f'{where}: token ids outside the vocabulary of {self._spec.vocab_size}; another tokenizer '
         'than the model?'
       )
     if reason := self._config.unsupported(request.sampling):
       raise UserError(f'{where}: {reason}')
+    if request.sampling.temperature > 0:
+      self._check_samplers()
+
+  def _check_samplers(self) -> None:
+    """Raises UserError if no server may serve requests with a temperature above 0."""
+    replicas = [r for r in self.replicas if r.state != ReplicaState.GONE]
+    if replicas and all(r.sampling_fault is not None for r in replicas):
+      raise UserError(
+        f'engine {replicas[0].name}: its speculative decoding failed the self-test: '
+        f'{replicas[0].sampling_fault}; remove rollout.vllm.args.speculative_config'
+      )
 
   async def _sample(self, request: Request, index: int, results: asyncio.Queue) -> None:
     try:
       results.put_nowait((index, await self._complete(request, index)))
-    except Exception as error:  # `generate` re-raises it.
+    except Exception as error:  # `generate` raises the error again.
       results.put_nowait(error)
 
   async def _complete(self, request: Request, index: int) -> Completion:
     """Generates one completion, with up to `max_retries` retries.
 
-    Retries because a server has left the fleet do not count.
+    Retries after a server has left the fleet do not count.
     """
     deadline_s = self._config.latency_s + request.max_tokens / self._config.min_tokens_per_s
     error: Exception | None = None
     failures = 0
     while failures <= self._config.max_retries:
       self.counts['retries'] += error is not None
-      replica, life = await self._acquire()
+      self._check_alive()
+      # The wait 'place' is bounded by the deadlines of earlier requests and by `_watch`.
+      replica, life = await self._dispatcher.acquire(samples=request.sampling.temperature > 0)
       try:
         completion = await replica.generate(request, index, seed=self._seed, deadline_s=deadline_s)
         # The wait 'settled' is bounded by the deadlines of the calls that publish a version.
@@ -694,14 +825,16 @@ class Fleet:
           self.counts['tokens'] += len(completion.tokens)
           return self._named(completion)
         self.counts['void'] += 1
-        error = Lost(f'{replica.name}: returned tokens of a version that it was not proven to hold')
+        self.counts['void_tokens'] += len(completion.tokens)
+        error = Lost(
+          f'{replica.name}: returned tokens of a version it was not proven to have loaded'
+        )
       except Lost as lost:
         error = lost
         if replica.state == ReplicaState.SERVING and replica.life == life:
           self._repair(replica, str(lost))
       finally:
-        replica.in_flight -= 1
-        self._deal()
+        self._dispatcher.release(replica)
       failures += replica in self.replicas
     raise RunError(
       f'request {request.uid}, sample {index}: lost {self._config.max_retries + 1} times, the '
@@ -709,7 +842,7 @@ class Fleet:
     )
 
   def _named(self, completion: Completion) -> Completion:
-    """Replaces relabelled versions in a completion by their new versions."""
+    """Returns the completion with each relabelled version replaced by its new version."""
 
     def named(segment):
       return dataclasses.replace(segment, version=self._names.get(segment.version, segment.version))
@@ -718,51 +851,10 @@ class Fleet:
       completion, segments=tuple(named(segment) for segment in completion.segments)
     )
 
-  async def _acquire(self) -> tuple[Replica, int]:
-    """Waits for a server that can take another request, and counts the request as in flight on that
-    server. Returns (replica, current `life` of the replica).
-    """
-    self._check_alive()
-    future: asyncio.Future[tuple[Replica, int]] = asyncio.get_running_loop().create_future()
-    self._waiting.append(future)
-    self._deal()
-    try:
-      # The wait 'place' is bounded by the requests before it, and by `_watch`.
-      return await future
-    except asyncio.CancelledError:
-      if future.done() and not future.cancelled() and future.exception() is None:
-        future.result()[0].in_flight -= 1
-        self._deal()
-      raise
-
-  def _deal(self) -> None:
-    """Dispatches waiting requests, in order of arrival, to servers that can take another request.
-
-    At most `_BURST` requests are dispatched at a time, because starting hundreds of requests in one
-    iteration of the event loop would block everything else.
-    """
-    for _ in range(_BURST):
-      if not self._waiting:
-        return
-      if self._waiting[0].done():
-        self._waiting.popleft()
-        continue
-      replica = self._choose()
-      if replica is None:
-        return
-      replica.in_flight += 1
-      replica.assigned += 1
-      self._waiting.popleft().set_result((replica, replica.life))
-    asyncio.get_running_loop().call_soon(self._deal)
-
-  def _choose(self) -> Replica | None:
+  def _serving(self) -> list[Replica]:
+    """Returns the servers that serve the current version."""
     current = self._current.publication.version if self._current else None
-    serving = [r for r in self.replicas if r.state == ReplicaState.SERVING and r.version == current]
-    if not serving:
-      return None
-    load = (lambda r: r.assigned) if self._config.dispatch == 'uniform' else (lambda r: r.in_flight)
-    chosen = min(serving, key=load)
-    return chosen if chosen.in_flight < self._config.max_in_flight else None
+    return [r for r in self.replicas if r.state == ReplicaState.SERVING and r.version == current]
 
   def take_metrics(self) -> dict[str, float]:
     """Returns the counts of events since the last call, and the timings and size of the last
@@ -772,10 +864,20 @@ class Fleet:
       f'run/engine_{name}': float(self.counts[name] - self._taken[name])
       for name in ('retries', 'restarts', 'void', *(('joined', 'left') if self._discovery else ()))
     }
+    new = self.counts - self._taken
+    counts[f'{TOKENS}generated'] = float(new['tokens'] + new['void_tokens'])
+    counts[f'{TOKENS}discarded'] = float(new['void_tokens'] + new['unwanted_tokens'])
+    counts[f'{TOKENS}open'] = float(
+      self.counts['tokens'] - self.counts['delivered_tokens'] - self.counts['unwanted_tokens']
+    )
     self._taken = self.counts.copy()
     seconds, self._seconds = self._seconds, {}
-    serving = sum(replica.state == ReplicaState.SERVING for replica in self.replicas)
+    in_service = (ReplicaState.SERVING, ReplicaState.RELEASED)
+    serving = sum(replica.state in in_service for replica in self.replicas)
     counts['run/engines_serving'] = float(serving)
     if self._discovery is not None:
       counts['run/engines'] = float(len(self.replicas))
-    return {**counts, **seconds}
+    measured = self._measured | {*self.replicas, *self._leaving}
+    self._measured = set(self.replicas)
+    clocks = [replica.clock for replica in measured]
+    return {**counts, **seconds, **seconds_metrics('servers', clocks)}

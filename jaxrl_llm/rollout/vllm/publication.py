@@ -1,5 +1,6 @@
 """Published weights. Each version is written to one safetensors file with a digest per tensor, and
-becomes visible atomically.
+becomes visible atomically. The file contains the whole weights, or a delta: the elements that
+changed since the version before.
 
 Invariant: a directory gets its final name only after its last byte was written. A reader gets the
 expected digests (`Publication.files`) separately from the directory, and checks the files against
@@ -8,12 +9,13 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +23,7 @@ import numpy as np
 import xxhash
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from jaxrl_llm.core.disk import sync
 from jaxrl_llm.core.errors import UserError
@@ -28,20 +31,40 @@ from jaxrl_llm.core.trees import unflatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.lora import is_adapter
 from jaxrl_llm.models.spec import LoraConfig, ModelSpec
-from jaxrl_llm.weights.layout import dtype_of
+from jaxrl_llm.weights.deltas import Image, apply
+from jaxrl_llm.weights.layout import dtype_of, hf_parts
 from jaxrl_llm.weights.peft import WEIGHTS, export_adapter, to_peft
 from jaxrl_llm.weights.safetensors_files import writing
-from jaxrl_llm.weights.tables import TensorEntry, entries
+from jaxrl_llm.weights.tables import entries
+from jaxrl_llm.weights.tensor_files import FileLayout, Slice, TensorWriter, write_at
 
 FILE = 'weights.safetensors'
+DELTA = 'delta.safetensors'
 MANIFEST = 'manifest.json'
-_BLOCK = 1 << 20
-"""Number of bytes that are converted, digested and written at a time. A block is small enough to
-stay in a core's cache.
-"""
 _ANOTHER = 'is this another model than at the start?'
-_CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'float64': 'F64'}
-"""Names of data types in the safetensors format, keyed by Hugging Face name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delta:
+  """The changes from one version to the next, and the digests of the weights after them."""
+
+  version: Version
+  before: str
+  """Label of the version to which the changes apply."""
+  directory: Path
+  files: Mapping[str, Mapping[str, str]]
+  """xxh3-128 digest of each array of the delta, keyed by file name and then by the array's name."""
+  nbytes: int
+  """Total size of the delta's arrays in bytes."""
+  digests: Mapping[str, str]
+  """xxh3-128 digest of each whole tensor after the changes, keyed by its name."""
+  slices: Mapping[str, Mapping[Slice, str]]
+  """Digests of slices after the changes; see `Publication.slices`."""
+
+  @property
+  def label(self) -> str:
+    """Label of the version after the changes."""
+    return _label(self.version, self.digests)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,12 +75,24 @@ class Publication:
   directory: Path
   files: Mapping[str, Mapping[str, str]]
   """xxh3-128 digest of each tensor's bytes, keyed by file name and then by the tensor's name in the
-  file.
+  file. If there are deltas, the files contain an earlier version, to which the deltas apply; they
+  are empty for a server that already holds one of these versions (`since`).
   """
   nbytes: int
-  """Total size of all tensors in bytes."""
+  """Total size of all tensors of the version in bytes."""
+  slices: Mapping[str, Mapping[Slice, str]] = dataclasses.field(default_factory=dict)
+  """xxh3-128 digest of each slice that a server holds of a tensor in the files, keyed by tensor
+  name and slice.
+  """
+  deltas: tuple[Delta, ...] = ()
+  """Deltas that lead from the files to this version, in order; empty if the files contain it."""
+  files_label: str | None = None
+  """Label of the version in the files; None if no deltas are published."""
+  changed_fraction: float | None = None
+  """Share of elements whose bits differ from the version before; None if this is unknown."""
   base: Publication | None = None
-  """Publication of the base weights if this is an adapter; None if this is whole weights."""
+  """Publication of the base weights if this one is an adapter; None if it contains whole weights.
+  """
 
   @property
   def adapter(self) -> str | None:
@@ -69,12 +104,45 @@ class Publication:
     """Label that identifies the version and the bytes of its tensors. Servers attach the label to
     the tokens that they sample under the version.
     """
-    digests = json.dumps(self.digests, sort_keys=True).encode()
-    return f'{self.version}-{xxhash.xxh3_64_hexdigest(digests)}'
+    return _label(self.version, self.digests)
 
   @property
   def digests(self) -> dict[str, str]:
+    """xxh3-128 digest of each tensor of the version, keyed by its name."""
+    if self.deltas:
+      return dict(self.deltas[-1].digests)
     return {name: digest for tensors in self.files.values() for name, digest in tensors.items()}
+
+  @property
+  def slice_digests(self) -> Mapping[str, Mapping[Slice, str]]:
+    """Digests of the slices of the version; see `slices`."""
+    return self.deltas[-1].slices if self.deltas else self.slices
+
+  @property
+  def sent_bytes(self) -> int:
+    """Size in bytes of what was written for this version, which a server that holds the version
+    before needs.
+    """
+    return self.deltas[-1].nbytes if self.deltas else self.nbytes
+
+  @property
+  def directories(self) -> set[Path]:
+    """Directories of all files that a server may need to load the version."""
+    return {self.directory} | {delta.directory for delta in self.deltas}
+
+  def since(self, label: str | None) -> Publication:
+    """Returns what a server needs to load the version if it holds the version of this label: the
+    later deltas if they lead there, otherwise everything.
+    """
+    for i, delta in enumerate(self.deltas):
+      if delta.before == label:
+        return dataclasses.replace(self, files={}, slices={}, deltas=self.deltas[i:])
+    return self
+
+
+def _label(version: Version, digests: Mapping[str, str]) -> str:
+  text = json.dumps(dict(digests), sort_keys=True).encode()
+  return f'{version}-{xxhash.xxh3_64_hexdigest(text)}'
 
 
 class PublicationFolder:
@@ -85,7 +153,15 @@ class PublicationFolder:
   shared memory is faster than allocating new ones.
   """
 
-  def __init__(self, root: str | Path, spec: ModelSpec, *, dtype: str, private: bool = True):
+  def __init__(
+    self,
+    root: str | Path,
+    spec: ModelSpec,
+    *,
+    dtype: str,
+    private: bool = True,
+    full_every: int = 1,
+  ):
     """
     Args:
       root: path of the folder, which must be the same on the servers. The folder is created, and
@@ -94,58 +170,204 @@ class PublicationFolder:
       dtype: data type of the tensors by its Hugging Face name. It must be the servers' data type,
         so that the digests of the loaded weights match.
       private: whether only this user can read the folder.
+      full_every: number of versions of which one contains the whole weights. The versions between
+        are deltas where these are smaller. If it is above 1, a copy of the newest version stays in
+        the memory of this process.
     """
     self.root, self._dtype = Path(root), dtype
-    self._spec = spec
-    self._layout = _Layout(spec, dtype)
+    self._spec, self._full_every = spec, full_every
+    self._image: Image | None = None
+    self._newest: Publication | None = None
+    """The version in `_image`; None if it has no complete version."""
+    self._lock = threading.Lock()
+    """Held while files are written or removed, because `write_whole` is called by other threads."""
+    self._layout = FileLayout({entry.hf: entry.shape for entry in entries(spec)}, dtype)
     with writing(self.root):
       if self.root.exists():
         shutil.rmtree(self.root)
       self.root.mkdir(parents=True, mode=0o700 if private else 0o755)
 
-  def write(self, version: Version, leaves: Iterable[tuple[str, np.ndarray]]) -> Publication:
-    """Publishes the arrays of a parameter tree, whose layers may be stacked or separate. Only one
-    array is in memory at a time.
+  def write(
+    self,
+    version: Version,
+    leaves: Iterable[tuple[str, np.ndarray]],
+    *,
+    slices: Mapping[str, Collection[Slice]] | None = None,
+  ) -> Publication:
+    """Publishes the arrays of a parameter tree, whose layers may be stacked or separate. Arrays are
+    hashed and written while the next ones are being fetched, so only a few are in memory at a time.
 
     Args:
       version: version to publish. An existing directory of this version is replaced.
-      leaves: pairs of (name in the tree, array), each once and in any order. An array is not used
-        after the next pair is requested.
+      leaves: pairs of (name in the tree, array), each name once and in any order, as `hf_parts`
+        takes them. An array must not change before this method returns.
+      slices: slices that servers hold of each tensor, keyed by Hugging Face name. Their digests are
+        computed during writing.
 
     Raises:
       UserError: the arrays are not those of the model.
       RunError: the file cannot be written.
     """
-    directory, unfinished = self.root / str(version), self.root / 'unfinished'
-    with writing(self.root):
-      unfinished.mkdir(exist_ok=True)
-      # The file is not opened in mode 'w', which would free its pages (see the class).
-      with os.fdopen(
-        os.open(unfinished / FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+b', buffering=0
-      ) as file:
-        digests = self._layout.write(file, leaves)
-        file.truncate(self._layout.size)
-        os.fsync(file.fileno())
-      publication = Publication(
-        version=version, directory=directory, files={FILE: digests}, nbytes=self._layout.nbytes
-      )
-      manifest = {'version': str(version), 'dtype': self._dtype, 'files': publication.files}
-      (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + '\n')
-      if directory.exists():
-        self._remove(directory)
-      unfinished.rename(directory)
-      sync(self.root)
+    with writing(self.root), self._lock, TensorWriter(self._dtype, slices) as writer:
+      if self._full_every > 1:
+        return self._write_next(version, leaves, writer)
+      with self._weights_file() as file:
+        writer.open(file, self._layout)
+        digests, of_slices = self._write(writer, leaves)
+      return self._publish(version, digests, of_slices)
+
+  def _write(
+    self, writer: TensorWriter, leaves: Iterable[tuple[str, np.ndarray]]
+  ) -> tuple[dict[str, str], dict[str, dict[Slice, str]]]:
+    """Writes the tensors. Returns the digests of the tensors, keyed by Hugging Face name in the
+    order of the weights table, and of the slices.
+    """
+    for entry, rows in hf_parts(leaves, self._spec):
+      writer.add(entry.hf, rows, whole=rows.shape == entry.shape)
+    return writer.finish(), writer.slice_digests()
+
+  @contextlib.contextmanager
+  def _weights_file(self) -> Iterator[BinaryIO]:
+    """Opens the weights file of the next version. Its content is on disk after the block."""
+    unfinished = self.root / 'unfinished'
+    unfinished.mkdir(exist_ok=True)
+    # The file is not opened in mode 'w', which would free its pages (see the class).
+    with os.fdopen(
+      os.open(unfinished / FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+b', buffering=0
+    ) as file:
+      yield file
+      os.fsync(file.fileno())
+
+  def _publish(
+    self,
+    version: Version,
+    digests: Mapping[str, str],
+    slices: Mapping[str, Mapping[Slice, str]],
+    changed_fraction: float | None = None,
+  ) -> Publication:
+    """Makes a finished weights file visible."""
+    publication = Publication(
+      version=version,
+      directory=self.root / str(version),
+      files={FILE: digests},
+      nbytes=self._layout.nbytes,
+      slices=slices,
+      files_label=_label(version, digests) if self._full_every > 1 else None,
+      changed_fraction=changed_fraction,
+    )
+    manifest = {'version': str(version), 'dtype': self._dtype, 'files': publication.files}
+    self._reveal(self.root / 'unfinished', publication.directory, manifest)
     return publication
+
+  def _reveal(self, unfinished: Path, directory: Path, manifest: Mapping[str, Any]) -> None:
+    (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + '\n')
+    if directory.exists():
+      self._remove(directory)
+    unfinished.rename(directory)
+    sync(self.root)
+
+  def _write_next(
+    self, version: Version, leaves: Iterable[tuple[str, np.ndarray]], writer: TensorWriter
+  ) -> Publication:
+    """Publishes a version as a delta, or in full if there is no version before, if it is time for
+    whole weights, or if the delta would be no smaller. It is time after `full_every` versions, or
+    once the deltas together have as many bytes as whole weights, so that a server that needs all of
+    them reads at most about twice as much.
+    """
+    if self._image is None:
+      self._image = Image(self._layout, dtype_of(self._dtype).itemsize)
+    # If an error ends this method, the image is of no version, and the next one is written in full.
+    before, self._newest = self._newest, None
+    is_due = before is None or (
+      len(before.deltas) + 1 >= self._full_every
+      or sum(delta.nbytes for delta in before.deltas) >= before.nbytes
+    )
+    self._image.begin(compare=before is not None, collect=not is_due)
+    writer.pass_to(self._image, self._layout)
+    digests, slices = self._write(writer, leaves)
+    fraction = None
+    if before is not None:
+      fraction = self._image.changed / (self._layout.nbytes // dtype_of(self._dtype).itemsize)
+    if is_due or not self._image.is_smaller:
+      self._newest = self._write_image(version, digests, slices, fraction)
+    else:
+      delta = self._write_delta(version, before, digests, slices)
+      self._newest = Publication(
+        version=version,
+        directory=before.directory,
+        files=before.files,
+        nbytes=before.nbytes,
+        slices=before.slices,
+        deltas=(*before.deltas, delta),
+        files_label=before.files_label,
+        changed_fraction=fraction,
+      )
+    self._image.release()
+    return self._newest
+
+  def _write_image(
+    self,
+    version: Version,
+    digests: Mapping[str, str],
+    slices: Mapping[str, Mapping[Slice, str]],
+    changed_fraction: float | None = None,
+  ) -> Publication:
+    with self._weights_file() as file:
+      write_at(file.fileno(), memoryview(self._image.bytes), 0)
+      file.truncate(self._layout.size)
+    return self._publish(version, digests, slices, changed_fraction)
+
+  def _write_delta(
+    self,
+    version: Version,
+    before: Publication,
+    digests: Mapping[str, str],
+    slices: Mapping[str, Mapping[Slice, str]],
+  ) -> Delta:
+    directory, unfinished = self.root / f'delta-{version}', self.root / 'unfinished-delta'
+    unfinished.mkdir(exist_ok=True)
+    arrays = dict(self._image.arrays())
+    save_file(arrays, unfinished / DELTA)
+    sync(unfinished / DELTA)
+    delta = Delta(
+      version=version,
+      before=before.label,
+      directory=directory,
+      files={DELTA: {name: digest(array) for name, array in arrays.items()}},
+      nbytes=self._image.nbytes,
+      digests=digests,
+      slices=slices,
+    )
+    manifest = {'version': str(version), 'before': delta.before, 'files': delta.files}
+    self._reveal(unfinished, directory, {**manifest, 'digests': digests})
+    return delta
+
+  def write_whole(self, publication: Publication) -> Publication:
+    """Returns a publication of the same version without deltas, after a server could not use them.
+
+    Raises:
+      ValueError: the version is not the newest any more.
+      RunError: the file cannot be written.
+    """
+    with writing(self.root), self._lock:
+      newest = self._newest
+      if newest is None or newest.label != publication.label:
+        raise ValueError(f'version {publication.version} is not the newest any more')
+      if newest.deltas:
+        digests, slices = newest.digests, newest.slice_digests
+        fraction = newest.changed_fraction
+        self._newest = None
+        self._newest = self._write_image(newest.version, digests, slices, fraction)
+      return self._newest
 
   def keep_only(self, *publications: Publication) -> None:
     """Releases all publications except the given ones and their base weights. One released file is
     kept, so that the next version can overwrite it.
     """
     whole = [publication.base for publication in publications if publication.base is not None]
-    kept = {publication.directory for publication in (*publications, *whole)} | {
-      self.root / 'unfinished'
-    }
-    with writing(self.root):
+    directories = (publication.directories for publication in (*publications, *whole))
+    kept = {self.root / 'unfinished'}.union(*directories)
+    with writing(self.root), self._lock:
       for directory in sorted(self.root.iterdir()):
         if directory in kept:
           continue
@@ -177,25 +399,32 @@ class AdapterFolder(PublicationFolder):
     super().__init__(root, spec, dtype=dtype, private=private)
     self._lora, self._base = lora, None
 
-  def write(self, version: Version, leaves: Iterable[tuple[str, np.ndarray]]) -> Publication:
-    """Publishes an adapter version. The first call takes the arrays of the base weights and of the
-    adapter, later calls only those of the adapter.
+  def write(
+    self,
+    version: Version,
+    leaves: Iterable[tuple[str, np.ndarray]],
+    *,
+    slices: Mapping[str, Collection[Slice]] | None = None,
+  ) -> Publication:
+    """Publishes an adapter version. `slices` refers to the base weights. The first call takes the
+    arrays of the base weights and of the adapter; later calls take only those of the adapter.
     """
-    adapters: dict[str, np.ndarray] = {}
+    parts: dict[str, list[np.ndarray]] = {}
 
     def base_leaves() -> Iterator[tuple[str, np.ndarray]]:
       for name, leaf in leaves:
         if is_adapter(name):
-          adapters[name] = np.array(leaf)  # Copied, because the caller may free the array.
+          parts.setdefault(name, []).append(leaf)
         else:
           yield name, leaf
 
     if self._base is None:
-      self._base = super().write(version, base_leaves())
+      self._base = super().write(version, base_leaves(), slices=slices)
     elif (other := next(base_leaves(), None)) is not None:
       raise UserError(
         f'{other[0]}: not a parameter of an adapter, and only adapters are published; {_ANOTHER}'
       )
+    adapters = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     directory, unfinished = self.root / f'adapter-{version}', self.root / 'unfinished-adapter'
     with writing(self.root):
       export_adapter(unfinished, unflatten(adapters), self._spec, self._lora, base=None)
@@ -213,101 +442,22 @@ class AdapterFolder(PublicationFolder):
     )
 
 
-class _Layout:
-  """Byte layout of the weights file, which is the same for all versions of a model."""
+def read_published(publication: Publication) -> dict[str, Shaped[np.ndarray, '...']]:
+  """Reads all tensors of a version, keyed by Hugging Face name, and verifies their digests.
 
-  def __init__(self, spec: ModelSpec, dtype: str):
-    self._dtype = dtype_of(dtype)
-    self._spec = spec
-    header, self._places, offset = {'__metadata__': {'format': 'pt'}}, {}, 0
-    for entry in entries(spec):
-      size = int(np.prod(entry.shape)) * self._dtype.itemsize
-      header[entry.hf] = {
-        'dtype': _CODES[dtype],
-        'shape': list(entry.shape),
-        'data_offsets': [offset, offset + size],
-      }
-      self._places[entry.hf] = offset
-      offset += size
-    text = json.dumps(header).encode()
-    # safetensors pads its header with spaces so that tensors start at a multiple of 8 bytes.
-    text += b' ' * (-len(text) % 8)
-    self._header = len(text).to_bytes(8, 'little') + text
-    self.nbytes, self.size = offset, len(self._header) + offset
-    self._by_leaf: dict[str, list[TensorEntry]] = {}
-    for entry in entries(spec):
-      for name in {entry.path, entry.unrolled}:
-        self._by_leaf.setdefault(name, []).append(entry)
-
-  def write(self, file: BinaryIO, leaves: Iterable[tuple[str, np.ndarray]]) -> dict[str, str]:
-    """Writes the file and returns the tensors' digests, keyed by Hugging Face name in the order of
-    the weights table.
-    """
-    _write_all(file, memoryview(self._header))
-    digests: dict[str, str] = {}
-    staging = np.empty(_BLOCK // self._dtype.itemsize, self._dtype)
-    # The wait 'digest' is bounded by the computation of the digest.
-    with ThreadPoolExecutor(1, thread_name_prefix='digest') as helper:
-      for name, leaf in leaves:
-        stacked = self._check(name, leaf)
-        for entry in self._by_leaf[name]:
-          file.seek(len(self._header) + self._places[entry.hf])
-          digests[entry.hf] = _write_tensor(
-            file, leaf[entry.layer] if stacked else leaf, staging, helper
-          )
-    missing = [hf for hf in self._places if hf not in digests]
-    if missing:
-      raise UserError(
-        f'weights to publish lack {missing[:4]} ({len(missing)} of {len(self._places)} tensors); '
-        f'{_ANOTHER}'
-      )
-    return {hf: digests[hf] for hf in self._places}
-
-  def _check(self, name: str, leaf: Shaped[np.ndarray, '...']) -> bool:
-    """Returns whether an array is a stack of the tensors of all layers. Raises UserError if the
-    model has no parameter of this name and shape.
-    """
-    targets = self._by_leaf.get(name)
-    if targets is None:
-      raise UserError(
-        f'{name}: not a parameter of the published {self._spec.family} model; {_ANOTHER}'
-      )
-    stacked = targets[0].layer is not None and name == targets[0].path
-    wanted = (len(targets), *targets[0].shape) if stacked else targets[0].shape
-    if leaf.shape != wanted:
-      raise UserError(
-        f'{name}: parameters have shape {leaf.shape}, the published model has {wanted}; {_ANOTHER}'
-      )
-    return stacked
-
-
-def _write_tensor(
-  file: BinaryIO,
-  tensor: Shaped[np.ndarray, '...'],
-  staging: Shaped[np.ndarray, 'buffer'],
-  helper: ThreadPoolExecutor,
-) -> str:
-  """Writes the tensor in the staging array's data type and returns the digest of its bytes."""
-  flat = np.ascontiguousarray(tensor).reshape(-1)
-  if flat.dtype == staging.dtype:
-    # Digesting and writing both release the GIL, so they overlap.
-    hashed = helper.submit(digest, flat)
-    _write_all(file, memoryview(flat.view(np.uint8)))
-    return hashed.result()  # The wait 'digest' is bounded by the computation of the digest.
-  hasher = xxhash.xxh3_128()
-  for start in range(0, flat.size, staging.size):
-    block = flat[start : start + staging.size]
-    converted = staging[: block.size]
-    np.copyto(converted, block, casting='unsafe')
-    data = memoryview(converted.view(np.uint8))
-    hasher.update(data)
-    _write_all(file, data)
-  return hasher.hexdigest()
-
-
-def _write_all(file: BinaryIO, data: memoryview) -> None:
-  while len(data):  # A nearly full disk accepts only part of the data.
-    data = data[file.write(data) :]
+  Raises:
+    ValueError: see `read_checked` and `deltas.apply`.
+  """
+  tensors = read_checked(publication.files, publication.directory)
+  if not publication.deltas:
+    return tensors
+  tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
+  for delta in publication.deltas:
+    apply(tensors, read_checked(delta.files, delta.directory))
+  for name, announced in publication.digests.items():
+    if (as_read := digest(tensors[name])) != announced:
+      raise ValueError(f'{name} has digest {as_read} as read, announced was {announced}')
+  return tensors
 
 
 def digest(array: Shaped[np.ndarray, '...']) -> str:
@@ -318,9 +468,7 @@ def digest(array: Shaped[np.ndarray, '...']) -> str:
 
 
 def part(array: Shaped[np.ndarray, '...'], tensor: Mapping[str, Any]) -> Shaped[np.ndarray, '...']:
-  """Returns a worker's slice of a whole tensor, which `tensor` describes as the worker reported
-  it.
-  """
+  """Returns a worker's slice of a whole tensor. `tensor` is the worker's description of it."""
   if tensor['slice'] is None:
     return array
   axis, start = tensor['slice']

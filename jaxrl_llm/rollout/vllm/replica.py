@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import time
 from collections.abc import Mapping
@@ -18,12 +19,14 @@ import numpy as np
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
+from jaxrl_llm.core.process_clock import ProcessClock
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Probe, Request
-from jaxrl_llm.rollout.vllm.api import EngineServer, ServerProcess
-from jaxrl_llm.rollout.vllm.publication import Publication, digest, part, read_checked
+from jaxrl_llm.rollout.vllm.api import EngineServer, ServerProcess, SleepingServer
+from jaxrl_llm.rollout.vllm.publication import Publication, digest, part, read_published
 from jaxrl_llm.rollout.vllm.server import SPECULATION, lora_rank
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer, Transfer
+from jaxrl_llm.weights.tensor_files import Slice
 
 
 class ReplicaState(enum.Enum):
@@ -32,13 +35,31 @@ class ReplicaState(enum.Enum):
   SERVING = 'serving'
   HELD = 'held'
   """The server is being updated to a new version, or has refused it, and gets no new requests."""
+  RELEASED = 'released'
+  """The server was stopped or put to sleep on purpose, because a memory phase needs its memory."""
   GONE = 'gone'
-  """The server was closed, has left the fleet, or could not be recovered."""
+  """The server was closed, has left the fleet, or was abandoned after failed recoveries."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Requirements:
+  """Requirements that a server must meet to join the fleet."""
+
+  shapes: Mapping[str, tuple[int, ...]]
+  """Shapes of the policy's tensors, keyed by Hugging Face name."""
+  dtype: str
+  """Hugging Face name of the data type of the published weights, for example 'bfloat16'."""
+  max_length: int
+  """Length of the longest sequence in tokens, including its prompt."""
+  speculative: bool = False
+  """Whether speculative decoding is configured, so that servers are allowed to use it."""
+  adapter_rank: int = 0
+  """Rank of the adapters that the server will load, or 0 if it loads whole weights."""
 
 
 class Unproven(Exception):
-  """The server's weights are not the published ones. Its tokens must be discarded, and the server
-  must be restarted.
+  """The server's weights differ from the published ones. Its tokens must be discarded, and the
+  server must be restarted.
   """
 
 
@@ -52,49 +73,102 @@ class Replica:
     client: EngineServer,
     server: ServerProcess | None,
     transfer: Transfer | None = None,
+    keeps_cache: bool = False,
   ):
     """
     Args:
       client: client of the server.
       server: process of an owned server; None for an attached one.
       transfer: weight transfer to this server only. If None, the server reads the published files.
+      keeps_cache: whether running requests keep their keys and values across updates. The client
+        must then be a `CacheKeepingServer`.
     """
+    self._keeps_cache = keeps_cache
     self.name, self.client, self.server = name, client, server
     self.transfer: Transfer = transfer or FileTransfer()
-    self.state = ReplicaState.DOWN
+    self._state = ReplicaState.DOWN
+    self._in_flight = 0
+    self.clock = ProcessClock()
+    """Measures the time that the server spends in each `activity`."""
     self.version: Version | None = None
     """Newest version that the server was proven to have loaded."""
     self.label: str | None = None
     """Label of tokens sampled under `version`."""
     self.holds: str | None = None
-    """Label of the whole weights (not adapters) that the server has loaded and whose digests were
-    verified.
+    """Label of the whole weights (as opposed to adapters) that the server has loaded and whose
+    digests were verified.
     """
     self.proven: set[Version] = set()
     self.life = 0
     """Number of times that the server's weights became unknown. If it changes while a completion is
     in flight, the completion is discarded.
     """
-    self.in_flight = 0
     self.assigned = 0
     """Number of requests assigned to the server since the last publication."""
     self.failures = 0
     """Number of failures since the last accepted completion."""
     self.slices: list[Mapping[str, Any]] = []
-    """One mapping per worker of the server: each tensor's shape, dtype and slice."""
-    self._on_cpu = False
+    """Each worker's description of its tensors: shape, dtype and slice, keyed by tensor name."""
+    self.speculates = False
+    """Whether the server decodes speculatively."""
+    self.is_tested = False
+    """Whether the self-test of speculative decoding has run since the server started."""
+    self.sampling_fault: str | None = None
+    """Reason from the self-test why the server may not serve sampled requests; None if it may."""
+    self.on_cpu = False
+    """Whether the server's workers compute on CPUs."""
     self._sampling = 0
     """Number of requests in progress on the server."""
     self._drained = asyncio.Event()
     """Set while `_sampling` is 0."""
     self._drained.set()
     self.settled = asyncio.Event()
-    """Set while no update is in progress. At such times, it is known for each version that has
-    sampled tokens whether the version is proven.
+    """Set while no update is in progress. It is then known for every version that has sampled
+    tokens whether the version is proven.
     """
     self.settled.set()
     self.paused_s = 0.0
-    """Seconds for which sampling was paused by the last update."""
+    """Seconds for which the last update paused sampling."""
+    self._measure()
+
+  @property
+  def state(self) -> ReplicaState:
+    return self._state
+
+  @state.setter
+  def state(self, state: ReplicaState) -> None:
+    self._state = state
+    self._measure()
+
+  @property
+  def in_flight(self) -> int:
+    """Number of requests that the fleet has dispatched to the server."""
+    return self._in_flight
+
+  @in_flight.setter
+  def in_flight(self, count: int) -> None:
+    self._in_flight = count
+    self._measure()
+
+  @property
+  def activity(self) -> str | None:
+    """Current activity of the server: 'generate', 'idle' (it serves but has no request), 'publish',
+    'down' (it is starting or being repaired) or 'released' (its memory is freed). None once the
+    server is gone.
+    """
+    if self._state == ReplicaState.SERVING:
+      return 'generate' if self._in_flight else 'idle'
+    states = {
+      ReplicaState.HELD: 'publish',
+      ReplicaState.DOWN: 'down',
+      ReplicaState.RELEASED: 'released',
+    }
+    return states.get(self._state)
+
+  def _measure(self) -> None:
+    activity = self.activity
+    self.clock.set({} if activity is None else {activity: 1})
+    self.clock.exist(self._state != ReplicaState.GONE)
 
   async def generate(
     self, request: Request, index: int, *, seed: int, deadline_s: float
@@ -117,7 +191,38 @@ class Replica:
     """
     self.life += 1
     self.version = self.holds = self.client.adapter = None
+    # A server that failed the test is not tested again, because the test may crash it.
+    self.is_tested = self.sampling_fault is not None
     self.proven.clear()
+
+  async def release(self, how: str, *, deadline_s: float) -> None:
+    """Stops the server or puts it to sleep, after its requests in flight have ended.
+
+    Raises:
+      UserError: the server cannot sleep.
+    """
+    # The wait 'drained' is bounded by the deadlines of the requests in flight.
+    await self._drained.wait()
+    self.forget()
+    if how == 'destroy' and self.server is not None:
+      await self.server.stop()
+      return
+    try:
+      if self.on_cpu:
+        raise Refused('it is on a CPU, where vLLM keeps its memory')
+      if not isinstance(self.client, SleepingServer):
+        raise Refused('its client has no sleep and wake_up')
+      await self.client.sleep(deadline_s=deadline_s)
+    except Refused as error:
+      raise UserError(
+        f"phases.engine: 'sleep', and engine {self.name} cannot sleep: {error}; wanted a server on "
+        "a GPU with --enable-sleep-mode, or phases.engine='destroy'"
+      ) from None
+
+  async def wake_up(self, *, deadline_s: float) -> None:
+    """Wakes the server. Its weights are unknown afterwards."""
+    if isinstance(self.client, SleepingServer):
+      await self.client.wake_up(deadline_s=deadline_s)
 
   async def recognise(self) -> None:
     """Raises Lost if the server does not report the label of `version`. Such a server was restarted
@@ -135,13 +240,16 @@ class Replica:
     """Updates the server to a published version.
 
     Steps: pause the server, verify the files, write the weights, check the digests of the loaded
-    weights, label the version, clear the cache, resume, and check the probe. On CPUs, an adapter is
-    probed only after the requests in flight have ended (each has a deadline), because vLLM 0.32's
-    adapter kernel for CPUs crashed when it batched prompt logprobs with other requests.
+    weights, label the version, clear the cache (unless running requests keep it), resume, and check
+    the probe. On CPUs, an adapter is probed only after the requests in flight have ended (each has
+    a deadline), because vLLM 0.32's adapter kernel for CPUs crashed when it batched prompt logprobs
+    with other requests.
 
     Raises:
       Refused: the files are not those announced, or do not fit the model. Nothing was written, and
-        the previous version stays in service.
+        the previous version stays in service. The exception are deltas that a server of several
+        workers refuses: its weights are then unknown, it stays paused, and whole weights must
+        follow.
       Unproven, Lost: the server's weights are wrong (Unproven) or unknown (Lost).
     """
     self.settled.clear()
@@ -152,12 +260,12 @@ class Replica:
         await self._label(publication, deadline_s)
         self.paused_s = time.monotonic() - before
         if probe is not None:
-          if publication.adapter is not None and self._on_cpu:
+          if publication.adapter is not None and self.on_cpu:
             # The wait 'drained' is bounded by the deadlines of the requests in flight.
             await self._drained.wait()
             self.paused_s = time.monotonic() - before
           await self._check_probe(probe, tolerance, deadline_s)
-      except Refused as error:  # The weights were already written: the state is unknown.
+      except Refused as error:  # Weights were written before the failure.
         raise Lost(str(error)) from None
       self.proven.add(publication.version)
       self.version, self.label = publication.version, publication.label
@@ -171,16 +279,22 @@ class Replica:
 
   async def _hold_and_send(self, publication: Publication, deadline_s: float) -> None:
     try:
-      await self.client.pause()
+      if self._keeps_cache and self.version is not None:
+        await self.client.pause_with_cache()
+      else:
+        await self.client.pause()
       for part in (publication.base, publication):
-        # The base weights of adapters are sent once. The publication itself is always sent.
+        # The base weights of adapters are sent once, but the publication itself is always sent.
         if part is publication or (part is not None and part.label != self.holds):
-          await self.transfer.send(self.client, part, deadline_s=deadline_s)
+          await self.transfer.send(self.client, part.since(self.holds), deadline_s=deadline_s)
     except Refused as error:
-      # Each worker reads the files by itself. While one refuses, another may already have written
-      # weights.
+      # Each worker reads the files independently. While one refuses them, another may already have
+      # written weights.
       if len(self.slices) > 1:
-        raise Lost(str(error)) from None
+        if not publication.deltas:
+          raise Lost(str(error)) from None
+        self.forget()  # The server stays paused, because whole weights follow.
+        raise
       await self.client.resume()
       raise
 
@@ -191,7 +305,11 @@ class Replica:
       await asyncio.to_thread(self._check_digests, digests, whole)
       self.holds = whole.label
     await self.client.set_version(publication)
-    await self.client.reset_cache()
+    if self._keeps_cache:
+      self.client.separate_cache(publication)
+    if not self._keeps_cache or self.version is None:
+      # Before the first version, the cache may hold keys and values of unknown weights.
+      await self.client.reset_cache()
     await self.client.resume()
 
   def _check_digests(self, digests: list[dict[str, str]], publication: Publication) -> None:
@@ -236,24 +354,10 @@ class Replica:
         return True
     return False
 
-  async def admit(
-    self,
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    dtype: str,
-    max_length: int,
-    speculative: bool,
-    adapter_rank: int = 0,
-    deadline_s: float = 600.0,
-  ) -> None:
+  async def admit(self, wanted: Requirements, *, deadline_s: float = 600.0) -> None:
     """Checks a server before it joins the fleet, and prepares it for its first version.
 
     Args:
-      shapes: shapes of the policy's tensors, keyed by Hugging Face name.
-      dtype: data type of the published weights.
-      max_length: length of the longest sequence in tokens.
-      speculative: whether speculative decoding is configured.
-      adapter_rank: rank of the adapters that the server will load, or 0 if it loads whole weights.
       deadline_s: deadline of each warm-up request, which may compile.
 
     Raises:
@@ -262,9 +366,9 @@ class Replica:
     """
     where = f'engine {self.name} ({self.client.address})'
     served = await self.client.max_model_len()
-    if served < max_length:
+    if served < wanted.max_length:
       raise UserError(
-        f'{where}: max_model_len is {served}, the run needs {max_length} '
+        f'{where}: max_model_len is {served}, the run needs {wanted.max_length} '
         '(rollout.max_prompt_length + max_response_length); start it with a larger --max_model_len'
       )
     try:
@@ -273,27 +377,18 @@ class Replica:
       raise UserError(
         f'{where}: lacks jaxrl_llm as worker extension ({error}); start it with jaxrl serve'
       ) from None
+    if any(worker['device'] == JAX_DEVICE for worker in workers):
+      raise UserError(
+        f'{where}: computes with JAX, as vLLM does on TPUs, where it takes no weights while it '
+        'runs; set rollout.engine=embedded, which samples on TPUs, or serve on GPUs'
+      )
     self.slices = [worker['tensors'] for worker in workers]
-    self._on_cpu = any(worker['device'] == 'cpu' for worker in workers)
+    self.on_cpu = any(worker['device'] == 'cpu' for worker in workers)
+    self.speculates = any(worker.get('speculative') for worker in workers)
     for tensors in self.slices:
-      _check_model(where, tensors, shapes, dtype)
+      _check_model(where, tensors, wanted)
     for worker in workers:
-      if worker.get('logprobs_mode', PROCESSED) != PROCESSED:
-        raise UserError(
-          f'{where}: gives {worker["logprobs_mode"]}, wanted {PROCESSED} (of the '
-          'temperature-scaled distribution); start it with jaxrl serve'
-        )
-      if worker.get('speculative') and not speculative:
-        raise UserError(
-          f'{where}: speculates; declare that in rollout.vllm.args.speculative_config, because '
-          f'{SPECULATION}'
-        )
-      if worker.get('adapter_rank', 0) < adapter_rank:
-        raise UserError(
-          f'{where}: takes no adapters of rank {adapter_rank} while it runs; start it with jaxrl '
-          f'serve … -- --enable-lora --max-loras 2 --max-lora-rank {lora_rank(adapter_rank)}, or '
-          'set rollout.vllm.lora=merged'
-        )
+      _check_worker(where, worker, wanted)
     try:
       await self.transfer.connect(self.client)
     except RemoteError as error:
@@ -304,52 +399,92 @@ class Replica:
     try:
       # A trainer that died during a publication may have left its servers paused.
       await self.client.resume()
-      await self.client.warm_up(sampled=not speculative, deadline_s=deadline_s)
+      await self.client.warm_up(sampled=not wanted.speculative, deadline_s=deadline_s)
     except RemoteError as error:
       raise UserError(f'{where}: cannot generate ({error}); read its log, and restart it') from None
 
 
+JAX_DEVICE = 'jax'
+"""Device of workers without torch parameters; see `rollout.vllm.worker`, which needs torch."""
 PROCESSED = 'processed_logprobs'
 """vLLM's name for logprobs of the distribution that it samples from."""
 
 
-def _check_model(
-  where: str, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype: str
-) -> None:
-  names = sorted(tensors.keys() ^ shapes.keys())
+def _check_worker(where: str, worker: Mapping[str, Any], wanted: Requirements) -> None:
+  """Raises UserError if a worker's logprobs, decoding or adapters do not suit the run."""
+  if worker.get('logprobs_mode', PROCESSED) != PROCESSED:
+    raise UserError(
+      f'{where}: gives {worker["logprobs_mode"]}, wanted {PROCESSED} (of the '
+      'temperature-scaled distribution); start it with jaxrl serve'
+    )
+  if worker.get('speculative') and not wanted.speculative:
+    raise UserError(
+      f'{where}: speculates; declare that in rollout.vllm.args.speculative_config, because '
+      f'{SPECULATION}'
+    )
+  if worker.get('adapter_rank', 0) < wanted.adapter_rank:
+    raise UserError(
+      f'{where}: takes no adapters of rank {wanted.adapter_rank} while it runs; start it with '
+      f'jaxrl serve … -- --enable-lora --max-loras 2 --max-lora-rank '
+      f'{lora_rank(wanted.adapter_rank)}, or set rollout.vllm.lora=merged'
+    )
+
+
+def _check_model(where: str, tensors: Mapping[str, Any], wanted: Requirements) -> None:
+  """Raises UserError if a worker's tensors are not those of the policy."""
+  names = sorted(tensors.keys() ^ wanted.shapes.keys())
   if names:
     raise UserError(
       f'{where}: serves a model other than the policy: only one of the two has '
       f'{", ".join(names[:4])}'
     )
-  for name, wanted in shapes.items():
+  for name, policy_shape in wanted.shapes.items():
     shape, cut = tuple(tensors[name]['shape']), tensors[name]['slice']
-    whole = [axis for axis in range(len(wanted)) if not cut or axis != cut[0]]
-    if len(shape) != len(wanted) or any(shape[axis] != wanted[axis] for axis in whole):
+    whole = [axis for axis in range(len(policy_shape)) if not cut or axis != cut[0]]
+    if len(shape) != len(policy_shape) or any(shape[i] != policy_shape[i] for i in whole):
       hint = (
         ' (another vocabulary)' if name in ('model.embed_tokens.weight', 'lm_head.weight') else ''
       )
       raise UserError(
-        f"{where}: {name} is {shape}, the policy's is {wanted}{hint}; serve the policy's "
+        f"{where}: {name} is {shape}, the policy's is {policy_shape}{hint}; serve the policy's "
         'config.json'
       )
-    if tensors[name]['dtype'] != dtype:
+    if tensors[name]['dtype'] != wanted.dtype:
       raise UserError(
-        f'{where}: {name} is {tensors[name]["dtype"]}, published as {dtype}; start it with '
-        f'--dtype={dtype}, or set rollout.vllm.dtype'
+        f'{where}: {name} is {tensors[name]["dtype"]}, published as {wanted.dtype}; start it with '
+        f'--dtype={wanted.dtype}, or set rollout.vllm.dtype'
       )
+
+
+def slice_of(tensor: Mapping[str, Any]) -> Slice | None:
+  """Returns a worker's slice of a whole tensor, or None if the worker has the whole tensor.
+  `tensor` is the worker's description of its part.
+  """
+  if tensor['slice'] is None:
+    return None
+  axis, start = tensor['slice']
+  return Slice(axis, start, tensor['shape'][axis])
 
 
 def _expected(publication: Publication, slices: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the digests that a worker's tensors must have. If the worker has slices of tensors, the
-  digests are computed from the published files.
+  """Returns the digests that a worker's tensors must have, keyed by tensor name. For a worker that
+  was unknown when the publication was written, they are computed from the files.
   """
   if all(tensor['slice'] is None for tensor in slices.values()):
     return publication.digests
+  wanted = {
+    name: (whole, slice_of(slices[name]))
+    for name, whole in publication.digests.items()
+    if name in slices
+  }
+  known = {
+    name: whole if cut is None else publication.slice_digests.get(name, {}).get(cut)
+    for name, (whole, cut) in wanted.items()
+  }
+  if all(value is not None for value in known.values()):
+    return known
   try:
-    whole = read_checked(publication.files, publication.directory)
+    tensors = read_published(publication)
   except ValueError as error:  # The publication may have been released meanwhile.
     raise Lost(str(error)) from None
-  return {
-    name: digest(part(array, slices[name])) for name, array in whole.items() if name in slices
-  }
+  return {name: digest(part(tensors[name], slices[name])) for name in wanted}

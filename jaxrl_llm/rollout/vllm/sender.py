@@ -3,7 +3,7 @@ vLLM's own engines.
 
 Runs as a script in vLLM's environment, because the trainer's environment has no torch (see
 `rollout.vllm.transfer`). It imports nothing of jaxrl_llm except `rollout.vllm.worker`, which is
-copied beside it as `jaxrl_llm_worker`.
+copied to its directory as `jaxrl_llm_worker`.
 
 Protocol: each message is a line of JSON. The trainer writes orders to stdin. For each order, this
 process writes one answer to stdout. Before the answer, it writes calls to the server that the
@@ -64,7 +64,7 @@ def take_stdio() -> tuple[BinaryIO, BinaryIO]:
 
 
 if __name__ == '__main__':
-  # This precedes the imports below, because vLLM logs to stdout while it is imported.
+  # This must precede the imports below, because vLLM logs to stdout while it is imported.
   STDIO = take_stdio()
 
 import torch  # noqa: E402
@@ -75,8 +75,8 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo  # no
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo  # noqa: E402
 
 _BUFFER = 256 << 20
-"""Size in bytes of the send buffer. vLLM's default of 1 GiB is too much beside a server that uses
-most of its GPU.
+"""Size in bytes of the send buffer. vLLM's default of 1 GiB is too large for a GPU that a server
+has nearly filled.
 """
 Tensors = Mapping[str, Mapping[str, Any]]
 """A worker's tensors: shape, dtype and slice, keyed by Hugging Face name, as `jaxrl_weights`
@@ -99,7 +99,7 @@ class Trainer:
     os._exit(0)
 
   def read(self) -> dict[str, Any]:
-    # The wait 'order' is unbounded, until the owner of this process sends a line or ends.
+    # The wait 'order' is unbounded: it lasts until the owner of this process sends a line or ends.
     return json.loads(self._lines.get())
 
   def write(self, message: Mapping[str, Any]) -> None:
@@ -233,7 +233,7 @@ def _free_port(host: str) -> int:
 
 
 class Sender:
-  """Executes the trainer's orders."""
+  """Sends weights to servers on the trainer's orders."""
 
   def __init__(self, trainer: Trainer):
     self._trainer = trainer

@@ -16,14 +16,16 @@ import os
 import pathlib
 import shlex
 import shutil
+import socket
 import stat
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from absl import logging
 
 from jaxrl_llm.core.disk import scratch
-from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.errors import RunError, UserError, one_line
 from jaxrl_llm.core.process import job
 from jaxrl_llm.core.process.child import Child
 from jaxrl_llm.rollout.api import Sampling
@@ -50,10 +52,10 @@ _OURS = (
   ),
   *('worker_extension_cls', 'weight_transfer_config', 'enable_scale_out'),
 )
-"""vLLM options that only the trainer may set, because the trainer depends on their values."""
+"""vLLM options that users may not set, because the trainer depends on their values."""
 SPECULATION = (
-  'with speculation only greedy requests are served: tokens that vLLM 0.32 samples with n-gram '
-  'drafts at temperature > 0 were measured to be off their distribution (a fifth with logprob -inf)'
+  'with speculation, only greedy requests are served, and, after a self-test, those at temperature '
+  '1 without top_p or top_k, because vLLM 0.32 samples off the distribution with n-gram drafts'
 )
 
 
@@ -119,6 +121,13 @@ class VllmConfig:
   weights into which the adapter is merged. With 'adapter', each server gets the base weights once
   and then a small adapter for each version.
   """
+  kv: Literal['recompute', 'keep'] | None = None
+  """Treatment of the KV cache at a weight update while completions are running, which is possible
+  only at a staleness bound above 0. 'recompute': servers recompute keys and values with the new
+  weights. 'keep': they are kept, so the update is faster, and later tokens attend to keys and
+  values from earlier weights. Completions that start after the update never reuse earlier cache
+  entries. 'keep' is refused at bound 0. None means 'recompute'.
+  """
   sender_device: str | None = None
   """Value of CUDA_VISIBLE_DEVICES for the sender processes if `transfer` is 'nccl': a GPU that no
   server uses. If None, the senders use the trainer's value.
@@ -130,6 +139,11 @@ class VllmConfig:
   publish_dir: str | None = None
   """Directory of published weights. If None, shared memory of this host is used. If servers run on
   other hosts, the directory must be set and be on a shared file system.
+  """
+  full_every: int = 1
+  """Number of versions of which one is published with its whole weights. The versions between are
+  published as deltas (the elements whose bits changed) where these are smaller. With 1, every
+  version has its whole weights. Deltas require transfer='files' and lora='merged'.
   """
   transfer_deadline_s: float = 600.0
   """Maximum seconds for a server to load a version."""
@@ -155,7 +169,7 @@ class VllmConfig:
   """
 
   def __post_init__(self):
-    for name in ('servers', 'max_in_flight', 'cpu_cache_gib'):
+    for name in ('servers', 'max_in_flight', 'cpu_cache_gib', 'full_every'):
       if getattr(self, name) < 1:
         raise UserError(f'rollout.vllm.{name}: {getattr(self, name)}, wanted at least 1')
     for name in ('transfer_deadline_s', 'start_deadline_s', 'latency_s', 'min_tokens_per_s'):
@@ -184,6 +198,12 @@ class VllmConfig:
         f'{self.transfer!r}; set '
         'it to files, or lora to merged'
       )
+    if self.full_every > 1 and (self.transfer != 'files' or self.lora == 'adapter'):
+      other = f'transfer={self.transfer}' if self.transfer != 'files' else 'lora=adapter'
+      raise UserError(
+        f'rollout.vllm.full_every: {self.full_every}, wanted 1: no deltas are published with '
+        f'rollout.vllm.{other}'
+      )
     if self.transfer == 'nccl' and self.sender_device in ','.join(self.devices).split(','):
       raise UserError(
         f'rollout.vllm.sender_device: {self.sender_device} is a GPU of rollout.vllm.devices too, '
@@ -195,10 +215,23 @@ class VllmConfig:
           f'rollout.vllm.args: {name!r} is set by the trainer, whose contract with servers depends '
           'on it; leave it out'
         )
+      if name.replace('-', '_') == 'pipeline_parallel_size' and str(self.args[name]) != '1':
+        raise UserError(
+          f'rollout.vllm.args: {name} is {one_line(self.args[name], 20)}, wanted 1: a worker that '
+          'holds only some of the layers cannot be given weights; use tensor_parallel_size'
+        )
+    elsewhere = next((a for a in self.addresses if _is_elsewhere(a)), None)
+    if elsewhere is not None and self.transfer == 'files' and self.publish_dir is None:
+      raise UserError(
+        f'rollout.vllm.addresses: {elsewhere} reads published weights as files, which by default '
+        "lie in this host's shared memory; name a directory that both hosts see in "
+        'rollout.vllm.publish_dir (/dev/shm if the server is on this host), or set '
+        'rollout.vllm.transfer=nccl'
+      )
 
   @property
   def attached(self) -> bool:
-    """Whether the servers are attached, which means that others start and stop them."""
+    """Whether the servers are attached, that is, started and stopped by others."""
     return bool(self.addresses) or self.discover is not None
 
   @property
@@ -213,10 +246,23 @@ class VllmConfig:
     if temperature > 2 or 0 < temperature < 0.01:
       return f'temperature {temperature:g}; vLLM samples at 0 (greedy) or from 0.01 to 2'
     if self.speculative and temperature > 0:
-      return (
-        f'temperature {temperature:g}, with rollout.vllm.args.speculative_config set; {SPECULATION}'
-      )
+      where = 'with rollout.vllm.args.speculative_config set'
+      if temperature != 1 or sampling.filtered:
+        filters = ' with top_p or top_k' if sampling.filtered else ''
+        return f'temperature {temperature:g}{filters}, {where}; {SPECULATION}'
+      if self.lora == 'adapter':
+        return (
+          f"rollout.vllm.lora='adapter', {where}: its self-test needs whole weights; set merged"
+        )
     return None
+
+
+def _is_elsewhere(address: str) -> bool:
+  """Returns whether an address is on another host: its host is neither a loopback address nor the
+  name of this host.
+  """
+  host = urllib.parse.urlsplit(address).hostname if address.startswith('http') else None
+  return host not in (None, '127.0.0.1', '::1', 'localhost', socket.gethostname())
 
 
 def check_environment(environment: str) -> pathlib.Path:
@@ -331,7 +377,9 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerCommand:
-  """Command that starts a server. Its methods take the paths of the server's socket and modules."""
+  """Command that starts a server. Methods take the paths of the server's socket and modules as
+  arguments.
+  """
 
   python: pathlib.Path
   model: pathlib.Path
@@ -358,7 +406,7 @@ class ServerCommand:
   def variables(self, modules: pathlib.Path) -> dict[str, str]:
     return {
       'PYTHONPATH': str(modules),
-      # Development mode has the endpoints for weight updates, pausing etc.
+      # Only the development mode provides the endpoints for weight updates and pausing.
       'VLLM_SERVER_DEV_MODE': '1',
       'VLLM_NO_USAGE_STATS': '1',
       'HF_HUB_OFFLINE': '1',
@@ -383,7 +431,7 @@ def server_commands(
     adapter_rank: rank of the adapters that are loaded at run time, or 0 if there are none.
   """
   python = check_transfer(config)
-  cpu = runs_on_cpu(python)
+  on_cpu = runs_on_cpu(python)
   args: dict[str, Any] = {
     'served_model_name': MODEL,
     'load_format': load_format,
@@ -396,11 +444,31 @@ def server_commands(
   }
   if not (model / 'tokenizer.json').exists():
     args['skip_tokenizer_init'] = True
-  if cpu:
+  if on_cpu:
     args['enforce_eager'] = True
   if adapter_rank:
     args |= {'enable_lora': True, 'max_lora_rank': lora_rank(adapter_rank), 'max_loras': 2}
   args |= {name.replace('-', '_'): value for name, value in config.args.items()}
+  cores = split_cores(config.servers, _checked_workers(config, args))
+  files = {WORKER_MODULE: WORKER, **(worker_files or {})}
+  return [
+    ServerCommand(
+      python=python,
+      model=model,
+      args=args,
+      env=_environment(
+        config, i, cores=cores[i] if on_cpu else None, lora=bool(args.get('enable_lora'))
+      ),
+      worker_files=files,
+    )
+    for i in range(config.servers)
+  ]
+
+
+def _checked_workers(config: VllmConfig, args: Mapping[str, Any]) -> int:
+  """Returns the number of workers of each server. Raises UserError if the weight transfer does not
+  reach all of them.
+  """
   size = str(args.get('tensor_parallel_size', 1))
   if not size.isdigit() or int(size) < 1:
     raise UserError(
@@ -418,30 +486,32 @@ def server_commands(
       f'rollout.vllm.transfer: {config.transfer!r} does not reach the copies of a model within one '
       'server (rollout.vllm.args.data_parallel_size); set rollout.vllm.servers instead'
     )
-  cores = split_cores(config.servers, workers)
-  commands = []
-  for i in range(config.servers):
-    env: dict[str, str] = {}
-    if cpu:
-      env |= {
-        'VLLM_CPU_OMP_THREADS_BIND': cores[i],
-        'VLLM_CPU_KVCACHE_SPACE': str(config.cpu_cache_gib),
-      }
-    if args.get('enable_lora'):
-      env['VLLM_ALLOW_RUNTIME_LORA_UPDATING'] = '1'
-    if config.devices:
-      env['CUDA_VISIBLE_DEVICES'] = config.devices[i]
-    if config.transfer == 'ipc':
-      # Without this variable, vLLM does not accept pickled CUDA IPC handles over HTTP. A pickle can
-      # run code in the server, but only the server's own user can reach its socket.
-      env['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'
-    files = {WORKER_MODULE: WORKER, **(worker_files or {})}
-    commands.append(
-      ServerCommand(
-        python=python, model=model, args=args, env={**env, **config.env}, worker_files=files
-      )
-    )
-  return commands
+  return workers
+
+
+def _environment(
+  config: VllmConfig, number: int, *, cores: str | None, lora: bool
+) -> dict[str, str]:
+  """Returns the environment variables of one server.
+
+  Args:
+    number: number of the server.
+    cores: CPU cores of the server's workers; None if it runs on GPUs.
+    lora: whether adapters are loaded at run time.
+  """
+  env: dict[str, str] = {}
+  if cores is not None:
+    env['VLLM_CPU_OMP_THREADS_BIND'] = cores
+    env['VLLM_CPU_KVCACHE_SPACE'] = str(config.cpu_cache_gib)
+  if lora:
+    env['VLLM_ALLOW_RUNTIME_LORA_UPDATING'] = '1'
+  if config.devices:
+    env['CUDA_VISIBLE_DEVICES'] = config.devices[number]
+  if config.transfer == 'ipc':
+    # Without this variable, vLLM does not accept pickled CUDA IPC handles over HTTP. A pickle can
+    # run code in the server, but only the server's own user can reach its socket.
+    env['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'
+  return {**env, **config.env}
 
 
 def lora_rank(rank: int) -> int:
@@ -470,11 +540,11 @@ class OwnedServer:
     """
     Args:
       log: file to which the server's output is appended.
-      remove: further paths that the guard process removes if this process dies.
+      remove: paths that the guard process removes if this process dies.
     """
     self.name, self.log = name, log
-    # The folder has a short path, because a socket's path has at most 107 characters. Only this
-    # user can enter it.
+    # The folder has a short path, because the path of a socket may have at most 107 characters.
+    # Only this user can enter the folder.
     self._opened = contextlib.ExitStack()
     self._folder = self._opened.enter_context(scratch('jaxrl-vllm-'))
     self._command = command
@@ -582,9 +652,9 @@ class OwnedServer:
       self._opened.close()
 
   def _check_folder(self) -> None:
-    """Creates the server's folder if it is missing, and checks that it is private. The check is
-    needed because other users can write to the parent directory, and could otherwise put modules
-    into the folder, from which the server imports.
+    """Creates the server's folder if it is missing, and checks that it is private. The server
+    imports modules from it, and other users can write to the parent directory, so they could
+    otherwise plant modules there.
     """
     self._folder.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(self._folder)

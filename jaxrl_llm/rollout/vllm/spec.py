@@ -36,6 +36,7 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
     build=lambda setting, run: _fleet(config, setting, run),
     served=True,
     adapters=config.lora == 'adapter',
+    dtype=config.dtype,
     addresses=config.addresses if config.discover is None else ('those in the registry',),
     may_change=(
       *(
@@ -48,6 +49,7 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
         'env',
         'devices',
         'publish_dir',
+        'full_every',
         'max_in_flight',
       ),
       *(
@@ -77,19 +79,20 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
         client=VllmClient(address, key=key, ca_file=config.ca_file, name=f'vllm-{i}'),
         server=None,
         transfer=_transfer(config, setting, i),
+        keeps_cache=config.kv == 'keep',
       )
       for i, address in enumerate(config.addresses)
     ]
   else:
     replicas = _owned(config, setting, published)
   _write_model(config, setting)
-  # In a configured directory, servers of other users may read the folder. In shared memory, only
-  # servers of this user do, so the folder is private.
+  # In a configured directory, the folder must be readable to servers of other users. In shared
+  # memory, only servers of this user read it, so it is private.
   layout = dict(dtype=_dtype(config, setting), private=config.publish_dir is None)
   if _adapter_rank(config, setting):
     folder = AdapterFolder(published, setting.spec, lora=setting.lora, **layout)
   else:
-    folder = PublicationFolder(published, setting.spec, **layout)
+    folder = PublicationFolder(published, setting.spec, **layout, full_every=config.full_every)
   return Fleet(
     replicas,
     config,
@@ -116,7 +119,8 @@ def _discovery(config: VllmConfig, setting: EngineSetting) -> Discovery:
   def build(name: str, address: str, number: int) -> Replica:
     client = VllmClient(address, key=key, ca_file=config.ca_file, name=name)
     transfer = _transfer(config, setting, number)
-    return Replica(name, client=client, server=None, transfer=transfer)
+    keeps_cache = config.kv == 'keep'
+    return Replica(name, client=client, server=None, transfer=transfer, keeps_cache=keeps_cache)
 
   return Discovery(
     Watch(registry, Kind.VLLM),
@@ -142,7 +146,7 @@ def publish_directory(config: VllmConfig, workdir: pathlib.Path) -> pathlib.Path
   record = workdir / PUBLISHED
   if record.exists():
     earlier = pathlib.Path(record.read_text(errors='replace'))
-    if _PUBLISHES.fullmatch(earlier.name):  # A truncated record could name an unrelated folder.
+    if _PUBLISHES.fullmatch(earlier.name):  # A truncated record could name an unrelated directory.
       shutil.rmtree(earlier, ignore_errors=True)
   directory = pathlib.Path(root or SHARED_MEMORY).absolute() / f'jaxrl_llm-{secrets.token_hex(8)}'
   record.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +186,7 @@ def _adapter_rank(config: VllmConfig, setting: EngineSetting) -> int:
 
 
 def _model(setting: EngineSetting) -> pathlib.Path:
-  """Returns the directory where the servers find the policy's config.json."""
+  """Returns the directory in which servers find the policy's config.json."""
   return setting.workdir.absolute() / 'vllm'
 
 
@@ -205,7 +209,7 @@ def _write_model(config: VllmConfig, setting: EngineSetting) -> None:
 
 
 def _dtype(config: VllmConfig, setting: EngineSetting) -> str:
-  """Returns the data type in which the servers hold and receive weights."""
+  """Returns the data type in which the servers store and receive weights."""
   return setting.dtype if config.dtype == 'policy' else config.dtype
 
 
@@ -221,6 +225,7 @@ def _owned(config: VllmConfig, setting: EngineSetting, published: pathlib.Path) 
       client=VllmClient(s.address, name=s.name),
       server=s,
       transfer=_transfer(config, setting, i),
+      keeps_cache=config.kv == 'keep',
     )
     for i, s in enumerate(servers)
   ]

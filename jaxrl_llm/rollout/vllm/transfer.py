@@ -30,8 +30,11 @@ from jaxrl_llm.rollout.vllm.publication import Publication
 from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, VllmConfig, check_transfer
 
 SENDER = pathlib.Path(__file__).with_name('sender.py')
-_REFUSALS = ('tensors missing', 'cannot be read', 'as read, announced was', 'published as')
-"""Texts that identify errors which a worker raises before it writes any weights. They contain no
+_REFUSALS = (
+  *('tensors missing', 'cannot be read', 'as read, announced was', 'published as'),
+  'delta refused',
+)
+"""Texts that identify errors raised by a worker before it writes any weights. They contain no
 paths, because vLLM replaces paths in messages with <path>.
 """
 _LINE = 1 << 28
@@ -90,8 +93,25 @@ class FileTransfer:
   async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
     directory = str(publication.directory.absolute())
     info: dict[str, Any] = {'directory': directory, 'files': publication.files}
+    if publication.files_label is not None:
+      info['label'] = publication.files_label
+    if publication.deltas:
+      info['deltas'] = [
+        {
+          'before': delta.before,
+          'label': delta.label,
+          'directory': str(delta.directory.absolute()),
+          'files': delta.files,
+        }
+        for delta in publication.deltas
+      ]
     if publication.adapter is not None:
       info['adapter'] = publication.adapter
+    if publication.slices:  # With slices, each worker reads only its own part.
+      info['slices'] = {
+        name: [[*cut, value] for cut, value in cuts.items()]
+        for name, cuts in publication.slices.items()
+      }
     await client.start_update()
     try:
       await client.update_weights(info, deadline_s=deadline_s)
@@ -101,7 +121,7 @@ class FileTransfer:
       raise
     try:
       await client.finish_update()
-    except Refused as error:  # The weights were already written: the state is unknown.
+    except Refused as error:  # Weights were written before the failure.
       raise Lost(str(error)) from None
     if publication.adapter is not None:
       await client.load_adapter(publication, deadline_s=deadline_s)
@@ -197,8 +217,8 @@ class SenderTransfer:
       self._opened.close()
 
   async def _kill(self) -> None:
-    """Calls `close` after an error. If that fails too, it is only logged, so that the first error
-    is the one that is raised.
+    """Closes the transfer after an error. A failure to close is only logged, so that the first
+    error is the one that callers see.
     """
     try:
       await self.close()
@@ -263,14 +283,14 @@ class SenderTransfer:
     try:
       self._orders.write(json.dumps(message).encode() + b'\n')
       await self._orders.drain()
-      # The wait 'sender' is bounded by `transfer_deadline_s` of the order.
+      # The wait 'sender' is bounded by `transfer_deadline_s`.
       if line := await self._answers.readline():
         return dict(json.loads(line))
     except ConnectionError:
       pass  # The sender has closed its stdin.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
-    # The wait 'sender' is bounded by `transfer_deadline_s` of the order.
+    # The wait 'sender' is bounded by `transfer_deadline_s`.
     while self._child is child and child.is_running():
       await asyncio.sleep(_LOOK_S)
     if self._child is not child:
@@ -283,8 +303,8 @@ class SenderTransfer:
 
 
 async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: float) -> None:
-  """Makes a control call that the sender has requested. Raises Lost if the server fails or refuses
-  the call.
+  """Makes a control call that the sender has requested. Raises Lost if the call fails or the server
+  refuses it.
   """
   name, body = message['call'], message['body']
   try:

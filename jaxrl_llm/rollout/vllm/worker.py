@@ -1,8 +1,9 @@
 """Extension of vLLM's worker processes. It loads published weights from files and reports on the
 loaded weights.
 
-Invariants: no parameter is written before the whole publication has been read and its digests match
-the trainer's. Reported digests are computed from the live parameters, not from the files.
+Invariants: a worker writes no parameter until it has read everything that it will load (whole
+tensors, or its slices of them) and the digests match the trainer's. Reported digests are computed
+from the live parameters, not from the files.
 
 vLLM imports this module in its own environment, through the option `--worker-extension-cls
 jaxrl_llm_worker.Worker` (see `rollout.vllm.server`). The module imports nothing of jaxrl_llm.
@@ -11,16 +12,23 @@ jaxrl_llm_worker.Worker` (see `rollout.vllm.server`). The module imports nothing
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
 BACKEND = 'files'
-"""Name of this way of transfer in vLLM's option `--weight-transfer-config`."""
+"""Name of this transfer backend in vLLM's option `--weight-transfer-config`."""
+JAX = 'jax'
+"""Device that a worker reports if its model is not a torch module. vLLM's servers on TPUs compute
+with JAX, and take no weights through their workers (`update_weights` does nothing there).
+"""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Data type of the bits in a delta, keyed by the size of an element in bytes."""
 _SPIN_S = 0.001
 """Seconds for which a CPU worker busy-waits for the next command before it sleeps."""
 
@@ -33,7 +41,7 @@ class View(NamedTuple):
   tensor: torch.Tensor
   """Tensor that shares the memory of the live parameter, so writing to it changes the parameter."""
   dim: int | None = None
-  """Axis along which the tensor is a slice; None if it is the whole tensor."""
+  """Axis along which the tensor is a slice; None if it is not sliced."""
   start: int = 0
   length: int | None = None
   """Length of the sliced axis in the whole tensor; None if it is unknown."""
@@ -64,8 +72,8 @@ def hf_views(model: torch.nn.Module) -> dict[str, View]:
   split into their parts.
 
   Modules are recognized by their attributes (`output_sizes`, `shard_indices`, …) and not by their
-  class. If the server accepts adapters, vLLM makes each layer the attribute `base_layer` of a
-  wrapper; the names omit this attribute. Adapters themselves are left out.
+  class. If the server accepts adapters, vLLM wraps each layer in a module whose attribute
+  `base_layer` is the layer; the names omit this attribute. Adapters themselves are left out.
   """
   packed = getattr(model, 'packed_modules_mapping', None) or {}
   views: dict[str, View] = {}
@@ -93,7 +101,7 @@ def _parts(
   dim = 0 if size > 1 else None
   shard = getattr(module, 'shard_indices', None)
   if shard is not None:
-    # Rows beyond the vocabulary are padding. A rank may hold nothing but padding.
+    # Rows beyond the vocabulary are padding. A rank may have only padding.
     start, rows = (
       shard.org_vocab_start_index,
       shard.org_vocab_end_index - shard.org_vocab_start_index,
@@ -126,12 +134,18 @@ def digest(tensor: torch.Tensor) -> str:
   return xxhash.xxh3_128_hexdigest(data.numpy())
 
 
-def read_checked(files: Mapping[str, Mapping[str, str]], directory: str) -> dict[str, torch.Tensor]:
+def read_checked(
+  files: Mapping[str, Mapping[str, str]],
+  directory: str,
+  cuts: Mapping[str, tuple[View, str]] | None = None,
+) -> dict[str, torch.Tensor]:
   """Reads all tensors of a publication and verifies their digests.
 
   Args:
     files: digest of each tensor, keyed by file name, then by tensor name.
     directory: directory of the files.
+    cuts: view and digest of each tensor of which this worker reads only its slice; see
+      `known_slices`.
 
   Raises:
     ValueError: a file is missing or truncated, or its tensor names or bytes differ from the
@@ -140,18 +154,45 @@ def read_checked(files: Mapping[str, Mapping[str, str]], directory: str) -> dict
   tensors: dict[str, torch.Tensor] = {}
   for file, wanted in files.items():
     path = os.path.join(directory, file)
+    announced = {**wanted, **{name: cut[1] for name, cut in (cuts or {}).items() if name in wanted}}
     try:
       with safe_open(path, 'pt') as opened:
         names = set(opened.keys())
         if names != set(wanted):
           raise ValueError(f'{path}: {_difference(names, set(wanted))}')
-        tensors.update({name: opened.get_tensor(name) for name in wanted})
+        for name in wanted:
+          if name in (cuts or {}):
+            view = cuts[name][0]
+            stop = view.start + view.tensor.shape[view.dim]
+            index = (*[slice(None)] * view.dim, slice(view.start, stop))
+            tensors[name] = opened.get_slice(name)[index]
+          else:
+            tensors[name] = opened.get_tensor(name)
     except (SafetensorError, OSError) as error:
       raise ValueError(f'{path}: cannot be read: {" ".join(str(error).split())}') from None
-    for name, announced in wanted.items():
-      if (as_read := digest(tensors[name])) != announced:
-        raise ValueError(f'{path}: {name} has digest {as_read} as read, announced was {announced}')
+    for name, expected in announced.items():
+      if (as_read := digest(tensors[name])) != expected:
+        raise ValueError(f'{path}: {name} has digest {as_read} as read, announced was {expected}')
   return tensors
+
+
+def known_slices(
+  views: Mapping[str, View], slices: Mapping[str, list[list[Any]]]
+) -> dict[str, tuple[View, str]]:
+  """Returns (view, digest) for each tensor whose slice on this worker has a digest among `slices`.
+
+  Args:
+    slices: digests sent by the trainer, keyed by tensor name, as a list of [axis, start, length,
+      digest] for the slices that workers hold.
+  """
+  known = {}
+  for name, view in views.items():
+    if view.dim is not None:
+      held = [view.dim, view.start, view.tensor.shape[view.dim]]
+      for *cut, value in slices.get(name, ()):
+        if cut == held:
+          known[name] = view, value
+  return known
 
 
 def _difference(names: set[str], wanted: set[str]) -> str:
@@ -159,21 +200,149 @@ def _difference(names: set[str], wanted: set[str]) -> str:
   return f'tensors missing {missing[:4]}, unknown {more[:4]}'
 
 
-def load(views: Mapping[str, View], tensors: Mapping[str, torch.Tensor]) -> None:
-  """Copies verified tensors into the live parameters. Raises ValueError, before the first write, if
-  a tensor does not fit.
+def load(
+  views: Mapping[str, View], tensors: Mapping[str, torch.Tensor], cuts: Container[str] = ()
+) -> None:
+  """Copies verified tensors into the live parameters. Raises ValueError before the first write if a
+  tensor does not fit.
+
+  Args:
+    cuts: names of the tensors that contain only this worker's slice. All others are whole tensors.
   """
   if set(tensors) != set(views):
     raise ValueError(f'publication and model differ: {_difference(set(tensors), set(views))}')
+  parts = {}
   for name, view in views.items():
-    if not view.fits(tensors[name]):
+    tensor, wanted = tensors[name], view.tensor.shape if name in cuts else view.whole
+    fits = view.tensor.shape == tensor.shape if name in cuts else view.fits(tensor)
+    if not fits or tensor.dtype != view.tensor.dtype:
       raise ValueError(
-        f'{name}: published as {tuple(tensors[name].shape)} {tensors[name].dtype}, the model has '
-        f'{view.whole} {view.tensor.dtype}'
+        f'{name}: published as {tuple(tensor.shape)} {tensor.dtype}, the model has '
+        f'{tuple(wanted)} {view.tensor.dtype}'
       )
+    parts[name] = tensor if name in cuts else view.of(tensor)
   with torch.no_grad():
     for name, view in views.items():
-      view.tensor.copy_(view.of(tensors[name]))
+      view.tensor.copy_(parts[name])
+
+
+class Change(NamedTuple):
+  """Elements that a delta changes in this worker's part of a tensor."""
+
+  view: View
+  positions: torch.Tensor
+  """Positions in the part, in C order."""
+  bits: torch.Tensor
+  """New bits of these elements, as integers."""
+
+
+def read_delta(
+  views: Mapping[str, View], files: Mapping[str, Mapping[str, str]], directory: str
+) -> list[Change]:
+  """Reads a delta, whose format is that of `jaxrl_llm.weights.deltas`, and checks that it fits the
+  model.
+
+  Raises:
+    ValueError: the delta is not the announced one, or does not fit.
+  """
+  arrays = read_checked(files, directory)
+  names = sorted({key.removesuffix('/gaps').removesuffix('/bits') for key in arrays})
+  if len(arrays) != 2 * len(names):
+    raise ValueError('delta refused: it has arrays other than gaps and bits of tensors')
+  return [_change(name, views.get(name), arrays) for name in names]
+
+
+def _change(name: str, view: View | None, arrays: Mapping[str, torch.Tensor]) -> Change:
+  gaps, bits = arrays.get(f'{name}/gaps'), arrays.get(f'{name}/bits')
+  if view is None or gaps is None or bits is None or None in view.whole:
+    raise ValueError(f'delta refused: {name} is not a tensor of the model with gaps and bits')
+  integers = _INTEGERS.get(view.tensor.element_size())
+  if (gaps.dtype, gaps.dim(), bits.dtype, bits.dim()) != (torch.uint8, 1, integers, 1):
+    raise ValueError(
+      f'delta refused: {name} has gaps {gaps.dtype} {tuple(gaps.shape)} and bits {bits.dtype} '
+      f'{tuple(bits.shape)}, wanted one row of torch.uint8 and one of {integers}'
+    )
+  # A byte below 255 ends a gap; each byte of 255 adds 255 to it.
+  ends = gaps < 255
+  if not len(gaps) or not ends[-1]:
+    raise ValueError(f'delta refused: {name}: its last gap has no end')
+  positions = gaps.cumsum(0, dtype=torch.int64)[ends]
+  positions += torch.arange(len(positions))
+  size = math.prod(view.whole)
+  if len(positions) != len(bits) or positions[-1] >= size:
+    raise ValueError(
+      f'delta refused: {name} has {len(positions)} positions up to {int(positions[-1])} and '
+      f'{len(bits)} values, the tensor has {size} elements'
+    )
+  if view.dim is not None:
+    positions, held = _within(view, positions)
+    bits = bits[held]
+  return Change(view, positions, bits)
+
+
+def _within(view: View, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+  """Converts positions in the whole tensor to positions in this worker's slice.
+
+  Returns:
+    (positions in the slice, whether the slice has each of the given elements).
+  """
+  inner, length = math.prod(view.tensor.shape[view.dim + 1 :]), view.tensor.shape[view.dim]
+  rows, column = positions // inner, positions % inner
+  outer, along = rows // view.length, rows % view.length - view.start
+  held = (along >= 0) & (along < length)
+  return ((outer * length + along) * inner + column)[held], held
+
+
+def apply(changes: Iterable[Change]) -> None:
+  """Writes the elements that a delta changes into the live parameters."""
+  with torch.no_grad():
+    for view, positions, bits in changes:
+      if len(positions):
+        device = view.tensor.device
+        at = torch.unravel_index(positions.to(device), view.tensor.shape)
+        view.tensor.view(bits.dtype)[at] = bits.to(device)
+
+
+class Update(Protocol):
+  """What the trainer publishes to a worker; `UpdateInfo` describes the fields."""
+
+  directory: str
+  files: Mapping[str, Mapping[str, str]]
+  slices: Mapping[str, list[list[Any]]]
+  label: str
+  deltas: Sequence[Mapping[str, Any]]
+
+
+class Receiver:
+  """Loads whole weights and deltas into the live parameters of one worker."""
+
+  def __init__(self) -> None:
+    self.holds: str | None = None
+    """Label of the version that the worker has loaded; None if it is unknown."""
+
+  def receive(self, views: Mapping[str, View], update: Update) -> None:
+    """Loads an update. Raises ValueError before the first write if it cannot be used."""
+    label, deltas = update.label if update.files else self.holds, []
+    for delta in update.deltas:
+      if label is None or delta['before'] != label:
+        raise ValueError(
+          f'delta refused: it applies to {delta["before"]}, this worker holds '
+          f'{label or "no known version"}'
+        )
+      deltas.append(read_delta(views, delta['files'], delta['directory']))
+      label = delta['label']
+    # An error after the first write leaves the weights unknown.
+    held, self.holds = self.holds, None
+    if update.files or not deltas:
+      cuts = known_slices(views, update.slices)
+      try:
+        load(views, read_checked(update.files, update.directory, cuts), cuts)
+      except ValueError:  # Nothing was written.
+        self.holds = held
+        raise
+    for changes in deltas:
+      apply(changes)
+    self.holds = label
 
 
 class Worker:
@@ -185,7 +354,10 @@ class Worker:
     """Returns the shape, dtype and slice of each parameter, keyed by Hugging Face name under
     'tensors', and settings of this worker such as its device.
     """
-    views = hf_views(self.model_runner.model)
+    model = self.model_runner.model
+    if not isinstance(model, torch.nn.Module):
+      return {'device': JAX, 'tensors': {}}
+    views = hf_views(model)
     return {
       'adapter_rank': self._adapter_rank(),
       'device': next(iter(views.values())).tensor.device.type,
@@ -260,8 +432,17 @@ def _install() -> None:
     directory: str = ''
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     adapter: str = ''
-    """Name of the adapter in the files; empty if they contain whole weights. This worker only
-    verifies the files of an adapter, which vLLM itself then loads.
+    """Name of the adapter in the files; empty if they contain whole weights. For an adapter, this
+    worker only verifies the files, and vLLM itself loads them.
+    """
+    slices: dict[str, list[list[Any]]] = dataclasses.field(default_factory=dict)
+    """Digests of the slices that workers hold; see `known_slices`."""
+    label: str = ''
+    """Label of the version in the files."""
+    deltas: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Deltas to apply in order after the files: for each, the label of the version `before` it, the
+    `label` of the version after it, its `directory` and its `files`. If there are no files, the
+    deltas apply to the version that this worker holds.
     """
 
   class FileTransferEngine(WeightTransferEngine):
@@ -272,15 +453,16 @@ def _install() -> None:
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
     def init_transfer_engine(self, init_info):
-      pass
+      self.receiver = Receiver()
 
     def start_weight_update(self):
       pass
 
     def receive_weights(self, update_info):
-      tensors = read_checked(update_info.files, update_info.directory)
-      if not update_info.adapter:
-        load(hf_views(self.model), tensors)
+      if update_info.adapter:
+        read_checked(update_info.files, update_info.directory)
+        return
+      self.receiver.receive(hf_views(self.model), update_info)
 
     def finish_weight_update(self):
       pass

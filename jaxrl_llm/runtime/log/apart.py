@@ -1,8 +1,8 @@
-"""Log writers that run in processes of their own.
+"""Log writers that run in separate processes.
 
-Invariant: a log writer cannot end or block the run. The run waits for a writer only at the end of
-the run, and for a bounded time. Each error of a writer is reported in one line, and the rows that
-it loses are counted.
+Invariant: a log writer cannot end or block the run. The run waits for a writer only when it ends,
+and for a bounded time. Each error of a writer is reported in one line, and the rows that it loses
+are counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOOK_S = 0.05
 
 
 class ProcessWriter:
-  """A log writer in a process of its own. The process reads the rows from metrics.jsonl."""
+  """A log writer in a separate process, which reads the rows from metrics.jsonl."""
 
   def __init__(self, config: LogWriterConfig, *, name: str, workdir: pathlib.Path, rows: int):
     """Starts the process.
@@ -71,7 +71,9 @@ class ProcessWriter:
     self._socket, self._noted = ours, ''
 
   def write(self, row: LogRow) -> None:
-    """Records that metrics.jsonl has the row. The writer's process reads the row from the file."""
+    """Records that metrics.jsonl contains the row. The writer's process reads the row from the
+    file.
+    """
     self._rows = row.index + 1
 
   def take_lost(self) -> int:
@@ -88,7 +90,7 @@ class ProcessWriter:
     if self._noted or not problem:
       return []
     self._noted = problem
-    return [f'log writer {self.name}: {problem}; the run goes on, see {self._log}']
+    return [f'log writer {self.name}: {problem}; the run continues, see {self._log}']
 
   async def close(self, deadline_s: float) -> list[str]:
     """Waits until the process has written all rows, and ends the process at the deadline.
@@ -102,7 +104,8 @@ class ProcessWriter:
       async with asyncio.timeout(deadline_s):
         while self._child.is_running():
           await asyncio.sleep(_LOOK_S)
-    except OSError as error:  # TimeoutError is one, too; otherwise the process is gone.
+    # The error is a TimeoutError, or another OSError because the process has exited.
+    except OSError as error:
       in_time = not isinstance(error, TimeoutError)
     await self._child.stop(owner='the run')
     self._socket.close()

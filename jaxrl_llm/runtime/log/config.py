@@ -75,7 +75,17 @@ class LoggingConfig:
   wandb: WandbConfig | None = None
   """Weights & Biases; `{}` turns it on with the default settings. If None, it is off."""
   writers: tuple[LogWriterConfig, ...] = ()
-  """Custom log writers. Each runs in a process of its own."""
+  """Custom log writers. Each runs in a separate process."""
+  transcript_tokens: int | None = 100_000
+  """Maximum number of response tokens per step for which all samples are written to `rollouts/`. If
+  a step has more, only some groups are written, chosen by a hash of their names: at least one, and
+  further ones while their total stays below this number. 0 turns transcripts off. If None, all
+  samples are written.
+  """
+  event_bytes: int = 256_000_000
+  """Approximate maximum size of `events.jsonl` and `events.1.jsonl` together. The oldest messages
+  are deleted.
+  """
   close_s: float = 60.0
   """Maximum time in seconds that the end of the run waits for W&B and custom writers."""
 
@@ -88,9 +98,16 @@ class LoggingConfig:
         )
     if self.close_s <= 0:
       raise UserError(f'logging.close_s: {self.close_s}, wanted a number of seconds above 0')
+    if self.event_bytes < 1_000_000:
+      raise UserError(f'logging.event_bytes: got {self.event_bytes}, wanted at least 1,000,000')
+    if self.transcript_tokens is not None and self.transcript_tokens < 0:
+      raise UserError(
+        f'logging.transcript_tokens: got {self.transcript_tokens}, wanted at least 0 (off), or '
+        'None for all samples'
+      )
 
   def apart(self) -> Iterator[LogWriterConfig]:
-    """Yields the writers that run in processes of their own."""
+    """Yields the configurations of the writers that run in separate processes."""
     if self.wandb is not None:
       options = {**dataclasses.asdict(self.wandb), 'tags': list(self.wandb.tags)}
       yield LogWriterConfig(

@@ -31,7 +31,7 @@ class EventFile:
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = path.open('wb')
     self._record(_wall_time(wall_time) + _message(3, b'brain.Event:2'))
-    start = _number(1, 1)  # SessionLog.status = START
+    start = _number(1, 1)  # Sets SessionLog.status to START.
     self._record(_wall_time(wall_time) + _message(7, start))
 
   def write(self, step: int, scalars: Mapping[str, float | int], wall_time: float) -> None:

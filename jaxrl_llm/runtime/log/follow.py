@@ -40,7 +40,7 @@ _FILE = 'progress.json'
 
 @dataclasses.dataclass
 class State:
-  """Progress of a log writer."""
+  """Position up to which a log writer has written."""
 
   rows: int = 0
   """Number of rows of metrics.jsonl that were passed to the writer, including lost rows."""
@@ -105,7 +105,7 @@ class Follower:
     if self._writer is None and (last or time.monotonic() >= self._open_at):
       try:
         self._writer = own_part(self._kind, 'log writer')(self._run, **self._options)
-      except Exception as error:  # Whatever a writer or its library raises: tried again later.
+      except Exception as error:  # A writer or its library may raise anything.
         self._note(error)
         self._open_at = time.monotonic() + self._wait_s
         self._wait_s = min(2 * self._wait_s, _OPEN_AGAIN_S[1])
@@ -119,7 +119,7 @@ class Follower:
     if self._writer is not None:
       try:
         self._writer.close()
-      except Exception as error:  # The rows were handed over; what became of them is unknown.
+      except Exception as error:  # The rows were passed on, but may not have been written.
         self._note(error)
 
   def _new_lines(self) -> Iterator[tuple[int, bytes]]:
@@ -135,7 +135,7 @@ class Follower:
     self._state.store(self._run.directory)
     try:
       writer.write(log_row(index, json.loads(line)))
-    except Exception as error:  # The row is lost, and counted; the next one may succeed.
+    except Exception as error:  # The row is lost and counted. The next row may succeed.
       self._state.lost += 1
       self._note(error)
 
@@ -147,8 +147,8 @@ class Follower:
 
 def main() -> int:
   """Runs the process until the run closes the socket; returns the exit code."""
-  os.dup2(2, 1)  # What a writer prints goes to the log.
-  # The wait 'order' is unbounded, until the owner of this process sends a line or ends.
+  os.dup2(2, 1)  # Output of the writer goes to the log.
+  # The wait 'order' is unbounded: it lasts until the owner of this process sends a line or ends.
   follower = Follower(json.loads(sys.stdin.readline()))
   last = False
   while not last:

@@ -1,5 +1,5 @@
-"""All log writers of a run: TensorBoard runs in the trainer's process, each other writer in its
-own.
+"""All log writers of a run. TensorBoard runs in the trainer's process, and each other writer in a
+separate process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LocalWriter:
     if self._noted or not self._error:
       return []
     self._noted = self._error
-    return [f'log writer {self.name}: {self._error}; the run goes on']
+    return [f'log writer {self.name}: {self._error}; the run continues']
 
   async def close(self, deadline_s: float) -> list[str]:
     """Closes the writer. Returns a message if that fails."""

@@ -1,6 +1,14 @@
-// Elements, number formats and the tooltip. Text only ever enters the page as text nodes.
+// Elements, number formats and the tooltip. Text only ever enters the page as text nodes, and nothing in it is hidden.
 
 const DATA = JSON.parse(document.getElementById('data').textContent);
+
+// What is invisible or reorders text, except in an emoji: a policy could hide text with it, or show another text.
+const HIDDEN = /(?![\t\n]|(?<=\p{Extended_Pictographic})\uFE0F|(?<=\p{Extended_Pictographic}\uFE0F?)\u200D(?=\p{Extended_Pictographic}))[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]/gu;
+
+// The text with the codes of its hidden characters in their places.
+function visible(text) {
+  return text.replace(HIDDEN, (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, '0')}⟩`);
+}
 
 function element(tag, attributes, ...children) {
   const node = document.createElement(tag);
@@ -17,7 +25,7 @@ function fill(node, attributes, children) {
     if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
     else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? '' : value);
   }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
+  node.append(...children.filter((child) => child !== null && child !== undefined).map((child) => (child instanceof Node ? child : visible(String(child)))));
   return node;
 }
 
@@ -55,6 +63,7 @@ function plural(count, noun) {
 // Shows the tooltip right of a point of the window, or below it; on the other side where it would leave the window.
 function showTip(x, y, below, ...children) {
   const tip = document.getElementById('tip');
+  (document.querySelector('dialog[open]') ?? document.body).append(tip); // a modal dialog covers what is outside it
   tip.replaceChildren(...children);
   tip.hidden = false;
   const { width, height } = tip.getBoundingClientRect();

@@ -167,7 +167,15 @@ function answers(suite) {
 function rollouts() {
   if (!DATA.rollouts.rows.length) return null;
   const viewer = new Rollouts(DATA.rollouts);
-  return section('Rollouts', 'samples', element('p', { class: 'muted small' }, `${DATA.rollouts.shown} Click a row for its scores; hover over a token for its numbers.`), viewer.node);
+  const text = `${DATA.rollouts.shown} Click a row for its scores, and for its conversation; hover over a token for its numbers.`;
+  const keys = 'Keys: / filter, j and k from row to row, v conversation, g group side by side.';
+  document.addEventListener('keydown', (event) => {
+    if (event.key !== '/' || event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input, select, dialog')) return;
+    viewer.search.focus();
+    event.preventDefault();
+  });
+  window.addEventListener('load', () => viewer.openLinked());
+  return section('Rollouts', 'samples', element('p', { class: 'muted small' }, `${text} `, element('span', { class: 'keys' }, keys)), viewer.node);
 }
 
 // JSON as text nodes, keys and values told apart.

@@ -5,16 +5,6 @@ const ROLLOUTS_A_PAGE = 60;
 const ROLLOUTS_A_TASK = 8;
 const TOKENS_A_LINE = 600; // a closed row shows three lines anyway; an opened one shows all its tokens
 
-const COLOURS = {
-  advantage: { label: 'Advantage', of: (row, i) => (Array.isArray(row.a) ? row.a[i] : row.a) },
-  difference: { label: 'Trainer − sampler', of: (row, i) => (row.d ? row.d[i] : null) },
-};
-// The background for a value of -1 ... 1: blue above 0, orange below. The root lets small values be seen.
-function shade(value) {
-  const strength = Math.sqrt(Math.min(1, Math.abs(value))).toFixed(3);
-  return value ? `rgb(var(--${value > 0 ? 'positive' : 'negative'}) / calc(var(--strength) * ${strength}))` : 'transparent';
-}
-
 // What rollouts are shown under, and the noun of it in the count.
 const GROUPINGS = { task: { of: (row) => row.k, noun: 'task' }, group: { of: (row) => row.g, noun: 'group' } };
 
@@ -23,11 +13,13 @@ const SORTS = { step: (row) => row.x, reward: (row) => row.r ?? -Infinity, lengt
 class Rollouts {
   constructor(data) {
     this.data = data;
-    this.view = { sort: 'step', down: false, grouping: 'task', colour: 'advantage', text: '', stage: '', outcome: '', page: 0 };
+    this.view = { sort: 'step', down: false, grouping: 'task', text: '', stage: '', outcome: '', page: 0,
+      stepFrom: null, stepTo: null, rewardFrom: null, rewardTo: null };
     this.whole = Object.fromEntries(Object.entries(GROUPINGS).map(([name, { of }]) => [name, groupedBy(data.rows, of)]));
-    this.limits = Object.fromEntries(Object.keys(COLOURS).map((name) => [name, this.limit(name)]));
-    this.list = element('div', { id: 'rollouts', onpointerover: (e) => this.hover(e), onpointerout: hideTip });
-    this.scale = element('span', { class: 'scale' });
+    this.tokens = new Tokens(data, Object.fromEntries(Object.keys(COLOURS).map((name) => [name, limitOf(data.rows, name)])));
+    this.episodes = new Episodes(data, this.tokens.limits);
+    data.rows.forEach((row, i) => { row.n = i; });
+    this.list = element('div', { id: 'rollouts', onpointerover: (e) => this.tokens.hover(e), onpointerout: hideTip, onkeydown: (e) => this.key(e) });
     this.foot = element('div', { class: 'foot' });
     this.heads = Object.fromEntries(Object.keys(SORTS).map((name) => [name, element('button', {
       type: 'button', 'data-sort': name, onclick: () => this.sortBy(name),
@@ -37,38 +29,31 @@ class Rollouts {
     this.draw();
   }
 
-  // The value at which a colour is full: the 98th percentile of |value|, so that one outlier does not pale the rest.
-  limit(name) {
-    const values = [];
-    const stride = Math.ceil(this.data.rows.length / 4000);
-    for (let r = 0; r < this.data.rows.length; r += stride) {
-      const row = this.data.rows[r];
-      for (let i = 0; i < row.t.length; i += 1) {
-        const v = COLOURS[name].of(row, i);
-        if (v) values.push(Math.abs(v));
-      }
-    }
-    values.sort((a, b) => a - b);
-    return values.length ? values[Math.floor(0.98 * (values.length - 1))] : 0;
-  }
-
   controls() {
     const change = (name) => (event) => this.change({ [name]: event.target.value });
     const option = (value, label) => element('option', { value }, label);
     let timer = 0;
-    const search = element('input', { type: 'search', placeholder: 'Filter by prompt or response', 'aria-label': 'Filter rollouts',
-      oninput: (event) => { clearTimeout(timer); timer = setTimeout(() => this.change({ text: event.target.value.toLowerCase() }), 150); } });
+    let typed = {};
+    const later = (values) => {
+      clearTimeout(timer);
+      Object.assign(typed, values);
+      timer = setTimeout(() => { this.change(typed); typed = {}; }, 150);
+    };
+    this.search = element('input', { type: 'search', placeholder: 'Filter by prompt, conversation or uid', 'aria-label': 'Filter rollouts', 'aria-keyshortcuts': '/',
+      oninput: (event) => later({ text: event.target.value.toLowerCase() }) });
+    const bound = (name, label) => element('input', { type: 'number', step: 'any', placeholder: label.split(' ')[1], 'aria-label': label,
+      oninput: (event) => later({ [name]: event.target.value === '' ? null : Number(event.target.value) }) });
+    const range = (noun, from, to) => element('label', {}, noun, bound(from, `${noun} from`), '–', bound(to, `${noun} to`));
     const stages = [...new Set(this.data.rows.map((row) => row.s))];
     const stage = element('select', { 'aria-label': 'Stage', onchange: change('stage') }, option('', 'all stages'),
       ...stages.map((i) => option(i, DATA.stages[i].name)));
     const outcome = element('select', { 'aria-label': 'Outcome', onchange: change('outcome') }, option('', 'all outcomes'),
       option('positive', 'reward above 0'), option('zero', 'reward 0 or less'), option('unscorable', 'without reward'), option('cut', 'cut at the limit'));
     const grouping = choice([['task', 'By task'], ['group', 'By group'], ['flat', 'All']], 'task', (grouping) => this.change({ grouping }), 'Grouping');
-    const colours = [...Object.entries(COLOURS).map(([value, c]) => [value, c.label]), ['none', 'None']];
-    const colour = choice(colours, 'advantage', (value) => { this.view.colour = value; this.recolour(); }, 'Colour of tokens');
     return element('div', {},
-      element('div', { class: 'bar' }, search, stages.length > 1 ? stage : null, outcome, grouping),
-      element('div', { class: 'bar' }, element('label', {}, 'Colour of tokens'), colour, this.scale));
+      element('div', { class: 'bar' }, this.search, stages.length > 1 ? stage : null, outcome, range('step', 'stepFrom', 'stepTo'),
+        range('reward', 'rewardFrom', 'rewardTo'), grouping),
+      element('div', { class: 'bar' }, ...this.tokens.controls(() => this.recolour())));
   }
 
   change(values) {
@@ -82,16 +67,22 @@ class Rollouts {
   }
 
   text(row) {
-    row.text ??= row.q ?? row.t.map((t) => this.data.tokens[t][1]).join('');
+    row.text ??= `${row.q ?? ''}\n${row.w ? row.w.map(([, , text]) => text ?? '').join('\n') : ''}\n${this.tokens.text(row)}`.toLowerCase();
     return row.text;
   }
 
   selected() {
-    const { text, stage, outcome } = this.view;
+    const { text, stage, outcome, stepFrom, stepTo, rewardFrom, rewardTo } = this.view;
     const outcomes = { positive: (r) => r.r > 0, zero: (r) => r.r !== null && r.r <= 0, unscorable: (r) => r.r === null, cut: (r) => r.f === 'length' };
-    const found = this.data.tasks.map((task) => text && task.prompt.toLowerCase().includes(text));
+    const within = (value, from, to) => (from === null || value >= from) && (to === null || value <= to);
+    const ofReward = (value) => (rewardFrom === null && rewardTo === null) || (value !== null && within(value, rewardFrom, rewardTo));
+    const has = (value) => Boolean(text) && value.toLowerCase().includes(text);
+    const prompts = this.data.tasks.map((task) => has(task.prompt));
+    const contexts = this.data.contexts.map(has);
+    const named = (row) => text.includes('/') && String(row.u).toLowerCase().includes(text); // only uids have a slash in every run
     return this.data.rows.filter((row) => (stage === '' || row.s === Number(stage)) && (!outcome || outcomes[outcome](row))
-      && (!text || found[row.k] || this.text(row).toLowerCase().includes(text)));
+      && within(row.p, stepFrom, stepTo) && ofReward(this.episodes.reward(row.e))
+      && (!text || prompts[row.k] || contexts[row.o] || named(row) || this.text(row).includes(text)));
   }
 
   sorted(items, value) {
@@ -128,6 +119,7 @@ class Rollouts {
     }
     const grouped = this.view.grouping in GROUPINGS;
     const items = grouped ? this.groups(rows) : this.sorted(rows, SORTS[this.view.sort]);
+    this.order = grouped ? items.flatMap((group) => this.sorted(group, SORTS[this.view.sort])) : items;
     const size = grouped ? TASKS_A_PAGE : ROLLOUTS_A_PAGE;
     const pages = Math.max(1, Math.ceil(items.length / size));
     const shown = items.slice(this.view.page * size, (this.view.page + 1) * size);
@@ -158,7 +150,8 @@ class Rollouts {
     const node = element('article', { class: 'task card' }, element('div', { class: 'top' },
       element('div', { class: 'prompt', tabindex: task.prompt.length > 400 ? 0 : null }, task.prompt),
       element('div', { class: 'facts' }, ...(task.truth === null ? [] : ['truth ', element('b', {}, task.truth), ' · ']),
-        `${place}mean reward ${mean === null ? 'none' : number(mean)} · ${count}`)));
+        `${place}mean reward ${mean === null ? 'none' : number(mean)} · ${count}`,
+        grouping === 'group' ? element('div', {}, this.opener(group[0], true)) : null)));
     const rows = this.sorted(group, SORTS[this.view.sort]);
     node.append(...rows.slice(0, ROLLOUTS_A_TASK).map((row) => this.rollout(row, false)));
     if (rows.length > ROLLOUTS_A_TASK) node.append(this.more(rows, ROLLOUTS_A_TASK));
@@ -178,21 +171,21 @@ class Rollouts {
   }
 
   rollout(row, withPrompt) {
-    const node = element('div', { class: 'rollout', 'data-row': this.data.rows.indexOf(row) });
+    const node = element('div', { class: 'rollout', 'data-row': row.n });
     const { prompt } = this.data.tasks[row.k];
     const stage = DATA.stages[row.s];
     const line = element('div', { class: 'line', role: 'button', tabindex: 0, 'aria-expanded': 'false' },
       element('span', { class: 'muted step' }, DATA.stages.length > 1 ? `${stage.name} ${whole(row.p)}` : whole(row.p)),
       element('span', { class: `reward ${row.r > 0 ? 'ok' : 'no'}` }, row.r === null ? 'none' : `${row.r > 0 ? '✓' : '✗'} ${number(row.r)}`),
-      element('span', { class: 'length' }, `${whole(row.t.length)}${row.f === 'length' ? ' cut' : ''}`),
+      element('span', { class: 'length' }, `${whole(row.t.length)}${['length', 'steps'].includes(row.f) ? ' cut' : ''}${row.i ? ` · step ${row.i}` : ''}`),
       element('div', {}, withPrompt ? element('div', { class: 'muted small' }, prompt.length > 160 ? `${prompt.slice(0, 160)}…` : prompt) : null,
-        this.tokens(row, TOKENS_A_LINE)),
+        this.line(row, TOKENS_A_LINE)),
       element('span', { class: 'chevron', 'aria-hidden': 'true' }, '▸'));
     const toggle = () => {
       const open = node.classList.toggle('open');
       line.setAttribute('aria-expanded', String(open));
       line.lastChild.textContent = open ? '▾' : '▸';
-      line.querySelector('.tokens').replaceWith(this.tokens(row, open ? Infinity : TOKENS_A_LINE));
+      line.querySelector('.tokens').replaceWith(this.line(row, open ? TOKENS_AT_ONCE : TOKENS_A_LINE));
       node.querySelector('.detail')?.remove();
       if (open) node.append(this.detail(row));
       this.recolour();
@@ -203,54 +196,51 @@ class Rollouts {
     return node;
   }
 
-  tokens(row, count) {
+  line(row, count) {
     if (!row.t.length) return element('div', { class: 'tokens' }, row.q || '');
-    const spans = row.t.slice(0, count).map((t, i) => element('span', { class: 'token', 'data-i': i },
-      this.data.tokens[t][1].replaceAll('\n', '↵\n')));
-    return element('div', { class: 'tokens' }, ...spans, row.t.length > count ? ' …' : null);
+    return this.tokens.draw(row, 0, row.t.length, count, (node) => this.tokens.paint(node));
+  }
+
+  // The button that opens the episode of a row, alone or with the others of its group.
+  opener(row, beside) {
+    return element('button', { type: 'button', class: beside ? 'beside' : 'conversation', onclick: () => this.episodes.open(row, this.order, beside) },
+      beside ? 'Group side by side' : 'Conversation');
+  }
+
+  // Opens the episode that the page's address names: report.html#episode=UID.
+  openLinked() {
+    const uid = /^#episode=(.*)$/.exec(window.location.hash)?.[1];
+    const row = uid && this.data.rows.find(({ u }) => encodeURIComponent(String(u)) === uid);
+    if (row) this.episodes.open(row, this.order, false);
+  }
+
+  // Keys of the list: j and k move from row to row, v and g open the row's episode or group.
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || !event.target.matches('.line')) return;
+    const lines = [...this.list.querySelectorAll('.line')];
+    const to = lines[lines.indexOf(event.target) + ({ j: 1, k: -1 }[event.key] ?? 0)];
+    const row = this.data.rows[Number(event.target.parentNode.dataset.row)];
+    if (event.key === 'v' || event.key === 'g') this.episodes.open(row, this.order, event.key === 'g');
+    else if (event.key === 'j' || event.key === 'k') to?.focus();
+    else return;
+    event.preventDefault();
   }
 
   detail(row) {
-    const facts = [['uid', row.u], ['finish reason', row.f], ['generated by version of step', row.v], ['response as text', row.q ?? this.text(row)]];
+    const facts = [['uid', row.u], ['step', row.i], ['finish reason', row.f], ['generated by version of step', row.v], ['response as text', row.q ?? this.tokens.text(row)]];
     for (const [scorer, score] of Object.entries(this.data.scores[row.c] ?? {})) {
       const parts = Object.entries(score.parts ?? {}).map(([name, value]) => `${name} ${number(value)}`).join(', ');
       const value = score.value === null ? 'none' : number(score.value);
       facts.push([`scorer ${scorer}`, `${value} (${score.status}${parts ? `: ${parts}` : ''})`]);
     }
-    return element('div', { class: 'detail' }, ...facts.filter(([, value]) => value !== null && value !== undefined)
-      .map(([name, value]) => element('div', {}, `${name} `, element('b', { class: 'mono' }, String(value)))));
+    return element('div', { class: 'detail' }, element('div', { class: 'bar' }, this.opener(row, false), this.opener(row, true)),
+      ...facts.filter(([, value]) => value !== null && value !== undefined)
+        .map(([name, value]) => element('div', {}, `${name} `, element('b', { class: 'mono' }, String(value)))));
   }
 
   // Colours the tokens on the page anew.
   recolour() {
-    const { colour } = this.view;
-    const limit = this.limits[colour];
-    for (const node of this.list.querySelectorAll('.rollout')) {
-      const row = this.data.rows[Number(node.dataset.row)];
-      for (const span of node.querySelectorAll('.token')) {
-        const value = colour === 'none' ? null : COLOURS[colour].of(row, Number(span.dataset.i));
-        span.style.background = limit && value ? shade(value / limit) : '';
-      }
-    }
-    this.scale.hidden = colour === 'none';
-    const gradient = element('i', {});
-    const stops = [-1, -0.75, -0.5, -0.25, -0.1, 0, 0.1, 0.25, 0.5, 0.75, 1];
-    gradient.style.background = `linear-gradient(90deg, ${stops.map((v) => `${shade(v)} ${50 + 50 * v}%`).join(', ')})`;
-    this.scale.replaceChildren(...(limit ? [`−${number(limit)}`, gradient, number(limit)] : ['all values are 0']));
-  }
-
-  hover(event) {
-    const span = event.target.closest('.token');
-    if (!span) return;
-    const row = this.data.rows[Number(span.closest('.rollout').dataset.row)];
-    const i = Number(span.dataset.i);
-    const [id, text] = this.data.tokens[row.t[i]];
-    const values = [['advantage', COLOURS.advantage.of(row, i)], ['sampler logprob', row.b?.[i]],
-      ['trainer logprob', row.b && (row.d?.[i] ?? null) !== null ? row.b[i] + row.d[i] : undefined], ['trainer − sampler', row.d?.[i]]];
-    const box = span.getBoundingClientRect();
-    const rows = values.filter(([, v]) => v !== undefined && v !== null)
-      .map(([name, v]) => element('div', { class: 'row' }, element('span', {}, name), element('b', {}, number(v))));
-    showTip(box.left, box.bottom + 6, true, element('div', { class: 'mono' }, JSON.stringify(text)),
-      element('div', { class: 'head' }, `token ${whole(i + 1)}${id === null ? '' : ` · id ${id}`}`), ...rows);
+    this.tokens.paint(this.list);
+    this.tokens.drawScale();
   }
 }

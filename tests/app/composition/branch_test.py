@@ -76,7 +76,7 @@ def template(tmp_path_factory, config):
         'files': {},
       }
       state = {'train': {'params': {'kernel': jnp.arange(4.0) * step}}}
-      checkpoints.save(step + 1, state, host, best=None)
+      checkpoints.save(step + 1, state, host)
   store.close()
   workdir.close()
   return path

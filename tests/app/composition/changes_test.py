@@ -10,7 +10,8 @@ from paths import ROOT
 from jaxrl_llm.app.composition.branch import RESETS, Branch, find_origin
 from jaxrl_llm.app.composition.changes import changes, is_below, misfits, refused
 from jaxrl_llm.app.composition.workdir import Unchangeable, Workdir
-from jaxrl_llm.app.schema import Config, Examples
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.sources import Examples
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
@@ -56,6 +57,7 @@ SUITE = '[{"name": "other", "taskset": "eval", "tasks": 8}]'
     (30, {'evaluation': SUITE, 'checkpoint.every_steps': '2'}),
     (30, {'rewards.workers': '3', 'compilation_cache': '/tmp/cache', 'registry': '{}'}),
     (30, {'rollout.vllm.addresses': '["unix:/a"]', 'coordination.grace_s': '5'}),
+    (30, {'learner.mesh.data': '2', 'learner.mesh.tensor': '4'}),
     (30, {'learner.optimizer': '{"peak_lr": 0.5}'}),  # No stage inherits it.
     (30, {'learner.optimizer': '{"peak_lr": 0.5}', 'stages.grpo.optimizer': 'null'}),
   ],
@@ -199,6 +201,21 @@ def test_a_branch_before_the_stage_whose_tasks_are_compared_may_change_what_they
   assert misfits(to_json(deduplicated), changed, 30)
 
 
+@pytest.mark.parametrize(('key', 'text'), [('seed', '5'), ('policy.init_from', 'other')])
+def test_the_first_weights_stay_as_long_as_a_later_stage_begins_with_them(config, key, text):
+  sft, grpo = config.stages
+  again = dataclasses.replace(grpo, name='again', init_from=('base',))
+  returning = dataclasses.replace(config, stages=(sft, grpo, again))
+  (problem,) = misfits(to_json(returning), apply_overrides(returning, {key: text}), 30)
+  assert 'stage again begins with the weights with which the run began' in str(problem[0])
+  assert problem[1] is None
+  without = dataclasses.replace(config, stages=(sft, grpo))
+  assert all(
+    'with which the run began' not in str(refusal)
+    for refusal, _ in misfits(to_json(without), apply_overrides(without, {key: text}), 30)
+  )
+
+
 def entries(path):
   return [(e.step, e.attempt, [tuple(change) for change in e.changes]) for e in history.read(path)]
 
@@ -228,6 +245,40 @@ def test_each_change_is_recorded_with_its_first_step_and_changing_back_is_one_to
     (31, 3, [(PEAK, 0.0003, 0.001)]),
   ]
   assert history.in_force(history.read(tmp_path), 31).config == to_json(config)
+
+
+def test_another_number_of_devices_is_recorded_like_a_change_and_lasts_until_the_next(
+  config, tmp_path
+):
+  workdir = run_of(tmp_path, config, 30)
+  eight, four = {'devices': 8, 'processes': 2}, {'devices': 4, 'processes': 2}
+  # The history is of a version that did not record machines; the commit says what made it.
+  workdir.record(config, commit=30, attempt=0)
+  assert entries(tmp_path) == [(1, 0, [])]
+  for attempt in (1, 2):  # Killed before the next commit.
+    workdir.record(config, commit=30, attempt=attempt, machine=four, committed_by=eight)
+    assert entries(tmp_path) == [(1, 0, []), (31, 1, [('devices', 8, 4)])]
+  workdir.record(config, commit=30, attempt=3, machine=eight, committed_by=eight)
+  assert entries(tmp_path)[-1] == (31, 3, [('devices', 4, 8)])
+  assert history.in_force(history.read(tmp_path), 31).machine == eight
+  lower = apply_overrides(config, {PEAK: '3e-4'})
+  workdir.record(lower, commit=30, attempt=4, machine={'devices': 8, 'processes': 1})
+  assert entries(tmp_path)[-1] == (31, 4, [(PEAK, 0.001, 0.0003), ('processes', 2, 1)])
+
+
+def test_a_branch_on_other_devices_has_one_entry(config, tmp_path):
+  workdir = run_of(tmp_path, config, 30)
+  parent = history.Parent(run='/parent', step=30)
+  made = history.Entry(step=31, attempt=0, time=1.0, config=to_json(config), parent=parent)
+  history.write(tmp_path, [made])
+  four = {'devices': 4, 'processes': 1}
+  for attempt in (1, 2):
+    workdir.record(
+      config, commit=30, attempt=attempt, machine=four, committed_by={'devices': 8, 'processes': 1}
+    )
+    (entry,) = history.read(tmp_path)
+    assert entry.parent == parent and entry.machine == four
+    assert [tuple(change) for change in entry.changes] == [('devices', 8, 4)]
 
 
 def test_a_kill_between_history_and_configuration_is_repaired(config, tmp_path):

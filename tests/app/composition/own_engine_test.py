@@ -101,11 +101,12 @@ def test_a_run_samples_only_as_its_engine_can():
   config_of(engine, '{"greedy": false}').check_sampling()
   with pytest.raises(
     UserError,
-    match=r'^stages\.grpo: temperature 1, with rollout.vllm.args.speculative_config set; ',
+    match=r'^stages\.grpo: temperature 0\.7, with rollout\.vllm\.args\.speculative_config set; ',
   ):
     speculative = {
       'rollout.engine': 'vllm',
       'rollout.vllm.args': '{"speculative_config": {"method": "ngram"}}',
+      'stages.grpo.source.temperature': '0.7',
     }
     apply_overrides(load_file(str(ROOT / 'configs' / 'quickstart.py'), Config), speculative)
 

@@ -20,11 +20,11 @@ def store(tmp_path):
   """
   written = open_store(tmp_path)
   for group in ('trained', 'admitted'):
-    store_group(written, [f'{group}/0'], 3)
-  written.at(3).seal(['trained/0'])
-  written.at(3).trained(['trained/0'])
-  written.at(4).issue(issues(['partial/0']))
-  sample = make_sample('partial/0')
+    store_group(written, [f'grpo/{group}/0'], 3)
+  written.at(3).seal(['grpo/trained/0'])
+  written.at(3).trained(['grpo/trained/0'])
+  written.at(4).issue(issues(['grpo/partial/0']))
+  sample = make_sample('grpo/partial/0')
   (segment,) = sample.segments
   span = Span(
     tokens=sample.tokens[4:],
@@ -32,15 +32,15 @@ def store(tmp_path):
     segments=(dataclasses.replace(segment, start=0, end=8),),
     finish=None,
   )
-  written.at(4).extend({'partial/0': span})
-  written.at(5).issue(issues(['later/0']))
+  written.at(4).extend({'grpo/partial/0': span})
+  written.at(5).issue(issues(['grpo/later/0']))
   written.close()
   opened = open_store(tmp_path)
   yield opened
   opened.close()
 
 
-UIDS = ['trained/0', 'admitted/0', 'partial/0', 'later/0']
+UIDS = ['grpo/trained/0', 'grpo/admitted/0', 'grpo/partial/0', 'grpo/later/0']
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,14 @@ def test_samples_in_flight_end_where_no_batch_takes_them(store, committed, ends)
   assert report.reasons['dropped(left behind)'] == 2
   store.recover(5)  # As a start with more steps again does.
   assert states(store, UIDS) == ['trained', 'admitted', 'partial', 'void']
+
+
+def test_samples_of_batches_that_were_only_stored_are_kept(store):
+  """A later stage may learn from them."""
+  store.recover(5)
+  store.at(4).seal(['grpo/admitted/0'])
+  recover(store, {'step': 5, 'stage': 'grpo', 'batches': {}}, ends=ENDS)
+  assert states(store, UIDS) == ['trained', 'admitted', 'dropped', 'void']
 
 
 def test_samples_in_flight_stay_where_a_batch_may_take_them(store):

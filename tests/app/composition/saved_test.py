@@ -14,7 +14,7 @@ from paths import FIXTURES
 from jaxrl_llm.app.composition.saved import read_saved
 from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.offline.reopen import config_of_run
-from jaxrl_llm.app.schema import (
+from jaxrl_llm.app.sources import (
   Demonstrations,
   ExpertsConfig,
   Pairs,

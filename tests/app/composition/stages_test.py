@@ -13,7 +13,8 @@ from paths import ROOT
 from jaxrl_llm.app.composition.prepare import prepare
 from jaxrl_llm.app.composition.stages import build_stages, model_spec
 from jaxrl_llm.app.composition.static_rows import preferences_file
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, Pairs
+from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, RolloutConfig
+from jaxrl_llm.app.sources import Pairs
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.data.streams import all_rows, sample_lengths
@@ -22,6 +23,7 @@ from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.rewards.api import ScorerConfig
 from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
 from jaxrl_llm.rewards.scorers.verifier import scorer as verifier
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
@@ -46,6 +48,15 @@ def changed(name: str, source=None, **fields) -> Config:
     fields['source'] = dataclasses.replace(config.stages[-1].source, **source)
   return dataclasses.replace(
     config, stages=(*config.stages[:-1], dataclasses.replace(config.stages[-1], **fields))
+  )
+
+
+def delayed(*, bound: int, **options) -> Config:
+  """A shipped configuration with a scorer whose verdicts come later."""
+  scorer = ScorerConfig(name='human', kind='delayed', options=options)
+  config = changed('quickstart.py', {'bound': bound})
+  return dataclasses.replace(
+    config, rewards=dataclasses.replace(config.rewards, scorers=(scorer,), correct_by=None)
   )
 
 
@@ -106,12 +117,18 @@ def test_a_schedule_counts_the_updates_that_are_taken():
       'does not learn from pairs',
     ),
     (changed('quickstart.py', {'selection': SelectionConfig(kind='shortest_correct')}), 'use sft'),
-    (changed('quickstart.py', algorithm=AlgorithmConfig(name='dpo')), 'dpo learns from pairs'),
+    (
+      changed('quickstart.py', algorithm=AlgorithmConfig(name='dpo')),
+      'dpo learns from pairs; set Pairs, or Rollouts or Stored with selection',
+    ),
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='mix')), 'mix needs expert rows'),
-    (changed('quickstart.py', algorithm=AlgorithmConfig(name='reward_model')), 'learns from pairs'),
+    (
+      changed('quickstart.py', algorithm=AlgorithmConfig(name='reward_model')),
+      'reward_model learns from pairs; set Pairs, or Stored with run=… and selection',
+    ),
     (
       changed('quickstart.py', algorithm=AlgorithmConfig(name='grpo', options=REFERENCE)),
-      'its own reference',
+      'always equals the policy',
     ),
     (
       changed('quickstart.py', algorithm=AlgorithmConfig(name='math:pi')),
@@ -148,8 +165,12 @@ def test_a_schedule_counts_the_updates_that_are_taken():
         ),
         policy=dataclasses.replace(config_of('dpo.py').policy, lora=LoraConfig()),
       ),
-      "two adapters' factors",
+      "mean of adapters' factors",
     ),
+    (delayed(bound=0), 'bound 0; wanted 1 or more'),
+    (delayed(bound=3, max_age_versions=2), 'max_age_versions 2, below .*bound 3'),
+    (delayed(bound=1, max_groups=1), 'max_groups 1, below .*groups_per_batch'),
+    (delayed(bound=1, max_age_hours=0.0), 'max_age_hours is 0.0, wanted a positive number'),
   ],
 )
 def test_stages_that_would_not_do_what_they_say_are_refused(config, message):
@@ -248,6 +269,50 @@ def test_micro_batches_are_planned_on_the_lengths_that_are_known():
   unknown, *_ = built(config)
   known, grpo = built(config, {'sft': [14] * 100})
   assert (unknown.shape.chunks, known.shape.chunks, grpo.shape.chunks) == (12, 8, 12)
+
+
+def stepwise(config: Config, most: int) -> Config:
+  return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_steps=most))
+
+
+def test_the_shapes_of_rollouts_have_room_for_the_most_steps():
+  config = config_of('quickstart.py')
+  before, after = built(config), built(stepwise(config, 3))
+  assert before[0].shape == after[0].shape  # Demonstrations have no steps.
+  plain, wide = before[-1].shape, after[-1].shape
+  assert (wide.chunks, wide.chunk_len) == (plain.chunks, plain.chunk_len)
+  sequences = 3 * config.stages[-1].source.sequences
+  assert wide.segments == min(sequences, wide.chunk_len)
+  in_micro_batch = wide.chunks * wide.rows_per_chunk
+  assert wide.micro_batches == -(-sequences // in_micro_batch) > plain.micro_batches
+
+
+def test_pairs_share_prefixes_in_any_number_of_minibatches():
+  *_, stored = built(config_of('kimi.py'))
+  *_, pairs = built(changed('dpo.py:pairs', minibatches=4))
+  *_, online = built(changed('dpo.py:online', minibatches=2))
+  assert [stage.shape.shares_prefixes for stage in (stored, pairs, online)] == [True] * 3
+
+
+def test_pairs_that_fit_apart_fit_where_they_share_prefixes():
+  """2 x 528 tokens hold two sequences of 524, but 1 x 1024, which is rounded, only one."""
+  config = changed('dpo.py:pairs', minibatches=1)
+  config = dataclasses.replace(
+    config,
+    stages=config.stages[-1:],
+    policy=dataclasses.replace(config.policy, attention='blockwise'),
+    learner=dataclasses.replace(config.learner, chunks_per_rank=2, chunk_len=None),
+    rollout=RolloutConfig(max_prompt_length=24, max_response_length=500),
+  )
+  (stage,) = built(config)
+  shape = stage.shape
+  assert (shape.chunks, shape.chunk_len, shape.shares_prefixes) == (2, 528, True)
+
+
+def test_pairs_are_not_of_trajectories_of_several_steps():
+  for name in ('dpo.py:online', 'dpo.py:rejection'):
+    with pytest.raises(UserError, match=r'one sequence of a rollout, and rollout\.max_steps=2'):
+      built(stepwise(config_of(name), 2))
 
 
 def test_lengths_are_those_of_what_a_stage_reads(tmp_path):

@@ -11,9 +11,9 @@ import pytest
 from paths import ROOT
 
 from jaxrl_llm.app.composition.changes import is_below
+from jaxrl_llm.app.composition.lock import WorkdirInUse
 from jaxrl_llm.app.composition.workdir import (
   Workdir,
-  WorkdirInUse,
   check_configuration,
   is_live,
   made_files,
@@ -223,7 +223,7 @@ def test_a_commit_is_resumed_where_all_that_it_names_is_there_also_one_that_name
   [
     ('attempt', 'changed: attempt;'),
     ('metrics.jsonl', 'changed: metrics.jsonl;'),
-    ('replay/index.sqlite', 'changed: {}/replay/index.sqlite (store {store});'),
+    ('replay/index.sqlite', 'changed: {}/replay/index.sqlite (store {store}) (jaxrl buffer '),
     ('data/sft.arrayrecord', 'changed: data/sft.arrayrecord of 4 bytes;'),
     ('tokenizer/tokenizer.json', 'changed: tokenizer/tokenizer.json of 4 bytes;'),
   ],
@@ -251,7 +251,7 @@ def test_all_that_is_gone_is_said_at_once_and_so_is_a_file_of_another_size(resum
     UserError, match=r'attempt; data/sft.arrayrecord of 4 bytes \(it has 7\); .*index\.sqlite'
   ):
     workdir.check(commit)
-  with pytest.raises(UserError, match=r'attempt; [^;]*index\.sqlite; restore'):
+  with pytest.raises(UserError, match=r'attempt; [^;]*index\.sqlite \([^;]*rebuild[^;]*; restore'):
     workdir.check({'step': 2})
 
 
@@ -268,7 +268,8 @@ def test_a_file_that_holds_no_number_of_a_start_is_one_line_and_left_as_it_is(tm
   workdir = Workdir(tmp_path)
   (tmp_path / 'attempt').write_bytes(content)
   with pytest.raises(
-    UserError, match=r'^[^\n]*attempt: holds [^\n]*restore it[^\n]*events\.jsonl$'
+    UserError,
+    match=r'^[^\n]*attempt: holds [^\n]*restore it[^\n]*events\.jsonl and events\.1\.jsonl$',
   ):
     workdir.next_attempt()
   assert (tmp_path / 'attempt').read_bytes() == content

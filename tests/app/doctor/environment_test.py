@@ -68,7 +68,13 @@ def test_the_limit_of_open_files_is_compared_with_the_run(config, limit, status)
 )
 def test_the_disk_must_hold_the_kept_commits_and_the_export(config, free, status, tmp_path):
   # Three kept ones, the best and the one being written: 5 · 1.5; and an export of 2.5.
-  megabytes = {'policy': 1000, 'optimizer': 500, 'gradients': 1000, 'base': 1500}
+  megabytes = {
+    'policy': 1000,
+    'optimizer': 500,
+    'gradients': 1000,
+    'base': 1500,
+    'commit in flight': 1500,
+  }
   roles = [Held(role, size * 10**6, 1, 0) for role, size in megabytes.items()]
   (finding,) = environment.disk(config, tmp_path / 'run', roles, free=free * 10**9)
   assert finding.detail['needed_bytes'] == 10 * 10**9

@@ -29,3 +29,10 @@ def test_an_offloaded_optimizer_is_in_host_memory_for_policy_and_critic():
     assert moved[role].per_device + moved[role].offloaded == kept[role].per_device
     assert moved[role].whole == kept[role].whole
   assert moved['critic'] == kept['critic']
+  for role in (kept['commit in flight'], moved['commit in flight']):
+    # A commit is copied to the host, wherever the arrays are: policy, reference and critic.
+    committed = ('policy', 'optimizer', 'reference', 'critic', 'critic optimizer')
+    parts = [kept[name] for name in committed if name in kept]
+    assert role.per_device == 0
+    assert 0 <= role.whole - sum(part.whole for part in parts) < 100
+    assert 0 <= role.offloaded - sum(part.per_device for part in parts) < 100

@@ -6,7 +6,7 @@ import json
 import pytest
 from paths import ROOT
 
-from jaxrl_llm.app.composition.recorded_rows import _recorded_config
+from jaxrl_llm.app.composition.recorded_rows import recorded_config
 from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.offline.reopen import config_to_serve
 from jaxrl_llm.app.schema import Config
@@ -51,14 +51,23 @@ def test_a_run_whose_configuration_is_none_is_one_line(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-  'text', ['[]', '{}', '{"policy": 3}', '{"policy": {"init_from": 3}, "rewards": {}}', '[' * 9999]
+  'text',
+  [
+    '[]',
+    '{}',
+    '{"policy": 3}',
+    '{"policy": {"init_from": 3}, "rewards": {}}',
+    '{"policy": {"init_from": null}, "rewards": {}, "stages": [{"name": "a", "source": {"rewards": '
+    '{"x": "1"}}}]}',
+    '[' * 9999,
+  ],
 )
 def test_a_run_to_learn_from_whose_configuration_is_none_is_one_line(tmp_path, text):
   (tmp_path / 'config.json').write_text(text)
   with pytest.raises(
     UserError, match=r'^stages\.learn\.source\.run: [^\n]* is not the directory of a run [^\n]*$'
   ):
-    _recorded_config('learn', tmp_path)
+    recorded_config('learn', tmp_path)
 
 
 def test_a_command_that_names_explorers_has_them(tmp_path):

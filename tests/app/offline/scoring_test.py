@@ -8,7 +8,7 @@ import os
 import pytest
 from clocks import simulated
 
-from jaxrl_llm.app.commands.score import _options
+from jaxrl_llm.app.commands.option_flags import read_options
 from jaxrl_llm.app.composition.scorers import SCORERS, build_scorer, choose
 from jaxrl_llm.app.dry_run.preflight import print_list
 from jaxrl_llm.app.offline.scoring import read_attempts, score_file
@@ -256,7 +256,7 @@ def test_options_are_json_or_dotted():
     'arguments.a.b': '[1]',
     'absolute_tolerance': '1e-3',
   }
-  assert _options('{"tag": "x", "arguments": {"c": 1}}', overrides) == {
+  assert read_options('{"tag": "x", "arguments": {"c": 1}}', overrides) == {
     'mode': 'numeric',
     'units': True,
     'tag': '7',
@@ -264,11 +264,11 @@ def test_options_are_json_or_dotted():
     'absolute_tolerance': 1e-3,
   }
   with pytest.raises(UserError, match='not JSON'):
-    _options('{', {})
+    read_options('{', {})
   with pytest.raises(UserError, match='nested in more than 100 levels'):
-    _options(f'{{"a": {"[" * 9_999}{"]" * 9_999}}}', {})
+    read_options(f'{{"a": {"[" * 9_999}{"]" * 9_999}}}', {})
   with pytest.raises(UserError, match=r"--options\.tag\.x: tag is \"y\", which has no 'x'"):
-    _options('{"tag": "y"}', {'tag.x': '1'})
+    read_options('{"tag": "y"}', {'tag.x': '1'})
 
 
 def test_the_list_has_each_scorer_with_a_line_of_its_own(capsys):

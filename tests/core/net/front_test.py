@@ -26,6 +26,7 @@ from paths import ROOT
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net import front as front_module
+from jaxrl_llm.core.net import server as server_module
 from jaxrl_llm.core.net.front import ROUTES, RPC_METHODS, Front, FrontConfig
 
 GOOD = {'Authorization': f'Bearer {TOKEN}'}
@@ -602,6 +603,46 @@ def test_updates_name_directories_below_the_publish_root(tmp_path, published):
   asyncio.run(main())
 
 
+def test_deltas_lie_below_the_publish_root(tmp_path, published):
+  files = {'model.safetensors': {'a.weight': '00'}}
+  whole = {'directory': f'{published}/v1', 'files': files, 'label': '0.1-ab'}
+  slices = {'a.weight': [[0, 0, 4, '00']]}
+  delta = {'before': '0.1-ab', 'label': '0.2-cd', 'directory': f'{published}/now', 'files': files}
+  resolved = {**delta, 'directory': str(published / 'v1')}
+
+  async def main():
+    async with standing(tmp_path, publish_root=str(published)) as (_, upstream, session):
+      status, told = await update(session, {**whole, 'slices': slices, 'deltas': [delta, delta]})
+      assert status == 200
+      assert json.loads(told['body'])['update_info'] == {
+        **whole,
+        'slices': slices,
+        'deltas': [resolved, resolved],
+      }
+      for change in (
+        {'directory': '/etc'},
+        {'directory': f'{published}/../publish-other'},
+        {'directory': f'{published}/out'},
+        {'files': {'../v1/model.safetensors': {}}},
+        {'files': {'link.safetensors': {}}},
+      ):
+        spoiled = [delta, {**delta, **change}]
+        assert (await update(session, {**whole, 'deltas': spoiled}))[0] == 403, change
+      for spoiled in (
+        delta,
+        [[delta]],
+        ['v1'],
+        [{**delta, 'path': '/etc'}],
+        [{name: value for name, value in delta.items() if name != 'directory'}],
+        [{**delta, 'directory': 1}],
+        [{**delta, 'files': ['model.safetensors']}],
+      ):
+        assert (await update(session, {**whole, 'deltas': spoiled}))[0] == 400, spoiled
+      assert len(upstream.seen) == 1
+
+  asyncio.run(main())
+
+
 def test_adapters_lie_below_the_publish_root(tmp_path, published):
   (published / 'ad').mkdir()
   (published / 'ad' / 'adapter_config.json').write_text('{}')
@@ -1009,7 +1050,7 @@ def test_several_fronts_keep_their_tokens_and_counts_apart(tmp_path):
 def test_a_connection_without_the_token_is_closed_at_its_deadline(
   tmp_path, monkeypatch, certificate, sent, tls
 ):
-  monkeypatch.setattr(front_module, '_STRANGER_S', 0.2)
+  monkeypatch.setattr(server_module, '_STRANGER_S', 0.2)
   fields = dict(zip(('tls_cert', 'tls_key'), certificate, strict=False)) if tls else {}
 
   async def main():
@@ -1028,7 +1069,7 @@ def test_a_connection_without_the_token_is_closed_at_its_deadline(
 
 @pytest.mark.full
 def test_a_connection_with_the_token_has_no_such_deadline(tmp_path, monkeypatch):
-  monkeypatch.setattr(front_module, '_STRANGER_S', 2.0)
+  monkeypatch.setattr(server_module, '_STRANGER_S', 2.0)
 
   async def main():
     async with standing(tmp_path) as (front, _, _), connected(front.address) as raw:
@@ -1041,7 +1082,7 @@ def test_a_connection_with_the_token_has_no_such_deadline(tmp_path, monkeypatch)
 
 @pytest.mark.full
 def test_a_connection_does_not_inherit_the_deadline_of_its_descriptor(tmp_path, monkeypatch):
-  monkeypatch.setattr(front_module, '_STRANGER_S', 1.0)
+  monkeypatch.setattr(server_module, '_STRANGER_S', 1.0)
 
   async def main():
     async with standing(tmp_path) as (front, _, _):
@@ -1058,7 +1099,7 @@ def test_a_connection_does_not_inherit_the_deadline_of_its_descriptor(tmp_path, 
 
 @pytest.mark.full
 def test_a_flood_of_strangers_leaves_descriptors(tmp_path, monkeypatch):
-  monkeypatch.setattr(front_module, '_permit_descriptors', lambda: 200)
+  monkeypatch.setattr(server_module, '_permit_descriptors', lambda: 200)
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   code = """import socket, sys
 idle = [socket.socket() for _ in range(400)]
@@ -1095,7 +1136,7 @@ sys.stdin.read()
 def test_strangers_make_room_for_each_other_and_keep_nobody_out(
   tmp_path, monkeypatch, certificate, tls
 ):
-  monkeypatch.setattr(front_module, '_STRANGERS', 4)
+  monkeypatch.setattr(server_module, '_STRANGERS', 4)
   fields, trusting = {}, {}
   if tls:
     fields = {'tls_cert': certificate[0], 'tls_key': certificate[1]}
@@ -1121,7 +1162,7 @@ def test_strangers_make_room_for_each_other_and_keep_nobody_out(
 
 
 def test_a_body_that_stalls_is_given_up(tmp_path, monkeypatch):
-  monkeypatch.setattr(front_module, '_BODY_S', 0.2)
+  monkeypatch.setattr(server_module, '_BODY_S', 0.2)
 
   async def main():
     async with standing(tmp_path) as (front, _, _), connected(front.address) as raw:
@@ -1271,6 +1312,7 @@ def test_the_module_is_light():
     'jaxrl_llm.core.net',
     'jaxrl_llm.core.net.connections',
     'jaxrl_llm.core.net.front',
+    'jaxrl_llm.core.net.server',
   }
   assert set(done.stdout.split()) == own
 

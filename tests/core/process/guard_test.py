@@ -491,6 +491,22 @@ def test_the_exit_code_is_the_commands(scene, source, code, how):
   ]
 
 
+def test_of_a_log_that_grows_too_large_the_end_is_kept_with_a_note(scene):
+  """A million bytes; a child appends a line of its own after the log was cut."""
+  source = """
+for i in range(10_000): print(f'{i:099}', flush=i % 1000 == 0)
+sys.stdout.flush()
+while os.stat('server.log').st_size > 20_000: time.sleep(0.01)
+os.system('echo the child')
+"""
+  guard = scene.start(f'import os, time\n{source}', '--log_bytes=20000')
+  assert guard.wait(DEADLINE_S) == 0
+  note, *lines, child, end = scene.lines()
+  assert note.startswith('guard: removed about 9') and note.endswith('before this line')
+  assert (child, end[:15]) == ('the child', 'guard: stopping')
+  assert lines == [f'{i:099}' for i in range(10_000)][-len(lines) :] and 0 < len(lines) <= 100
+
+
 def test_the_command_reads_nothing_and_its_dashes_are_its_own(scene):
   inner = [
     sys.executable,
@@ -533,7 +549,12 @@ def test_a_command_that_cannot_be_started_is_127(scene):
 
 
 @pytest.mark.parametrize(
-  'flags, words', [(['--grace_s=-1'], 'grace_s'), (['--log=/no/such/log'], '/no/such/log')]
+  'flags, words',
+  [
+    (['--grace_s=-1'], 'grace_s'),
+    (['--log=/no/such/log'], '/no/such/log'),
+    (['--log_bytes=10'], 'log_bytes'),
+  ],
 )
 def test_a_bad_command_line_is_2(scene, flags, words):
   guard = scene.start("say('command')", *flags)

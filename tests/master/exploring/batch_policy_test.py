@@ -9,7 +9,8 @@ from clocks import simulated
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Rollouts, StageConfig
+from jaxrl_llm.app.schema import AlgorithmConfig, StageConfig
+from jaxrl_llm.app.sources import Rollouts
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.master.exploring.batch_policy import (
   POLICIES,

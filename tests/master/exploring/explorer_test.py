@@ -182,7 +182,8 @@ def test_every_sampled_token_is_trained_dropped_or_waits(tokenizer, store, bound
   assert total['trained'] == trained > 0 and total['dropped'] > 0
   assert total['sampled'] == total['trained'] + total['dropped'] + ledgers[-1]['waiting']
   assert (ledgers[-1]['waiting'] > 0) == (bound > 0)
-  assert total['sampled'] == served
+  assert total['sampled'] == served and total['discarded'] == 0
+  assert exploration.hub.take_metrics() == {'goodput/tokens/open': 0.0}
 
 
 def by_task(tasks, values):
@@ -282,7 +283,7 @@ def test_too_many_groups_of_which_nothing_is_chosen_end_the_run_with_one_line(to
   assert report.ok and report.live == ()
 
 
-def test_the_last_of_too_many_groups_is_told_as_it_was(tokenizer, store):
+def test_the_last_of_too_many_dropped_groups_is_reported_accurately(tokenizer, store):
   """One sample unscorable, the other alone: what is to be looked at is the selection, not the
   scorer.
   """
@@ -317,7 +318,7 @@ def test_with_a_selection_a_batch_depends_on_which_groups_started_alone(tokenize
   assert found == {tuple(uid(tasks[n], i) for n in (0, 3, 4, 6, 7, 8) for i in range(2))}
 
 
-def test_the_sampler_is_told_of_every_group_once_in_the_order_of_start(tokenizer, tmp_path):
+def test_the_sampler_gets_each_outcome_once_in_order_of_start(tokenizer, tmp_path):
   """Every third task is always solved, so that its group is dropped; it is told of all the same,
   and drawn rarely.
   """
@@ -490,7 +491,7 @@ def test_an_error_that_nobody_collects_is_not_reported_as_an_unhandled_one(token
   assert run(main()) == []
 
 
-def test_a_batch_that_does_not_come_is_told_at_the_deadline(tokenizer, store):
+def test_a_missing_batch_is_reported_at_the_deadline(tokenizer, store):
   exploration = exploring.Exploration(
     tokenizer, store, lambda attempt: 1.0, collect_deadline_s=0.05
   )
@@ -640,6 +641,23 @@ def test_a_group_that_runs_out_of_time_is_tried_again_and_then_given_up(tokenize
   assert asked == {tasks[0].uid: 2, tasks[1].uid: 2, tasks[2].uid: 1}
   report = audit(store)
   assert report.ok and report.reasons == {'dropped(timeout)': 2} and report.live == ()
+
+
+def test_tokens_of_a_group_that_runs_out_of_time_are_discarded(tokenizer, store):
+  """Task 1 hangs in both tries after its first sample."""
+  limits = TaskLimits(timeout_s=0.5, retries=1)
+  exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, limits=limits)
+  engine, tasks, returned = exploration.engine, exploration.tasks, collections.Counter()
+
+  def hold(request):
+    returned[id(request)] += 1
+    return request.uid.startswith(f'grpo/{tasks[1].uid}') and returned[id(request)] > 1
+
+  engine.hold = hold
+  run(exploration.batches(1))
+  tokens = exploration.explorer.take_tokens()
+  assert tokens['trained'] == tokens['sampled'] and tokens['discarded'] > 0
+  assert tokens['trained'] + tokens['discarded'] == engine.generated
 
 
 def test_a_straggler_is_dropped_after_a_multiple_of_the_mean_time_without_another_try(

@@ -105,7 +105,7 @@ def test_dropped_groups_are_replaced_one_for_one():
   asyncio.run(main())
 
 
-def test_a_restored_gate_goes_on_where_it_was():
+def test_a_restored_gate_continues_at_its_saved_position():
   async def main():
     gate = Gate(bound=1, groups_per_batch=3)
     gate.advance(0)

@@ -51,7 +51,7 @@ class Setting:
       helper = AuxiliaryModel(AuxiliaryConfig(name='helper', model='some-7b', **options))
       auxiliary = {'helper': await stack.enter_async_context(helper)}
       rewards = RewardsConfig(scorers=(weighed,))
-      yield MasterHub(None, scorers, rewards, auxiliary=auxiliary, events=events)
+      yield MasterHub(None, scorers, lambda stage: rewards, auxiliary=auxiliary, events=events)
 
   def run(self, use):
     async def main():
@@ -111,14 +111,14 @@ def test_a_model_that_nobody_configured_is_refused_before_anything_is_asked(tmp_
     (chat(None), 'auxiliary model helper: answered .*None.*, wanted a chat completion with a text'),
   ],
 )
-def test_an_answer_that_is_none_is_said_and_its_request_is_told_as_given_up(tmp_path, answer, text):
+def test_a_missing_answer_is_reported_and_its_request_given_up(tmp_path, answer, text):
   setting = Setting(tmp_path, lambda body: answer)
   with pytest.raises(RunError, match=text):
     setting.run(lambda hub: hub.ask('helper', MESSAGES, max_tokens=9))
   assert setting.rows[1:] == [('auxiliary_model', 'reply', {'given_up': True})]
 
 
-def test_what_is_cancelled_is_told_as_given_up(tmp_path):
+def test_cancelled_requests_are_reported_as_given_up(tmp_path):
   setting = Setting(tmp_path, lambda body: HANG)
 
   async def use(hub):

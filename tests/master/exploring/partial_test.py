@@ -17,13 +17,14 @@ import pytest
 from clocks import LOOP_CLOCK, simulated
 from stored import make_sample
 
-from jaxrl_llm.app.schema import Config, PastConfig
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.sources import PastConfig
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.records.span import Span, joined
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.master.batches import rollout_row
+from jaxrl_llm.master.batches import step_rows
 from jaxrl_llm.master.exploring import partial as partials
 from jaxrl_llm.master.exploring.explorer import NothingToLearn
 from jaxrl_llm.master.exploring.limits import TaskLimits
@@ -182,7 +183,7 @@ def test_an_answer_of_three_iterations_is_scored_and_trained_once_and_its_last_s
   # It ended in the first iteration, so that none of its tokens are of the current weights.
   assert not short.loss_mask.any() and [member.masked for member in third[:2]] == [True, False]
   places = store.at(3).seal([short.uid, long.uid])
-  rows = [rollout_row(member, places[member.sample.uid]) for member in third[:2]]
+  rows = [row for member in third[:2] for row in step_rows(member, places)]
   assert [row.version_step for row in rows] == [None, 2], 'staleness counts trained tokens only'
   whole = [member.sample for member in [*first, *second, *third[2:]]]
   assert all(sample.loss_mask[sample.prompt_len :].all() for sample in whole)
@@ -372,9 +373,7 @@ def test_timing_changes_nothing(tokenizer, tmp_path):
 
 @pytest.mark.parametrize('commit', [1, 2, 3, 4])
 @pytest.mark.parametrize('further', [0, 1])
-def test_a_run_that_was_killed_with_partials_open_goes_on_as_if_it_had_not_been(
-  tokenizer, tmp_path, commit, further
-):
+def test_a_run_killed_with_open_partials_resumes_exactly(tokenizer, tmp_path, commit, further):
   """`further` batches were completed after the commit, and are done again."""
   store = exploring.new_store(tmp_path / 'whole')
   wanted = content(Run(tokenizer, store, various, batches=6).batches(0, 6))
@@ -677,7 +676,7 @@ def test_a_budget_that_means_nothing_is_refused(fields):
     ({'partial': PartialConfig(budget=4, groups=3)}, {}, 'bound + 1 = 16 above rollout.partial'),
   ],
 )
-def test_what_partial_rollouts_do_not_support_is_refused_in_one_line(rollout, source, line):
+def test_options_unsupported_by_partial_rollouts_are_refused_in_one_line(rollout, source, line):
   config = load_file('configs/quickstart.py', Config)
   sft, grpo = config.stages
   embedded = {'partial': BUDGETED, 'embedded': EmbeddedConfig()}
@@ -723,8 +722,32 @@ def test_a_masked_sample_is_not_trained_on(tokenizer, store):
   ((batch, _),) = Run(tokenizer, store, one_long, batches=1).batches(0, 1)
   samples = [member.sample for member in batch]
   rows = [
-    rollout_row(dataclasses.replace(member, masked=number == 0), ('file', number))
+    step_rows(
+      dataclasses.replace(member, masked=number == 0), {member.sample.uid: ('file', number)}
+    )[0]
     for number, member in enumerate(batch)
   ]
   # Four answers of two tokens each.
   assert resolve(_partial_metrics(rows, samples))['partial/trained_ratio'] == 6 / 8
+
+
+@pytest.mark.parametrize('bound', [0, 1])
+def test_every_generated_token_is_in_one_class(tokenizer, store, bound):
+  """Also those of spans, of groups that a full batch returns, and of the last groups."""
+  run = Run(tokenizer, store, various, delays=3, bound=bound)
+  ledgers, running = [], run.explorer.complete
+
+  def complete(uids):
+    running(uids)
+    ledgers.append(run.explorer.take_tokens() | {'generated': run.engine.generated})
+    ledgers[-1]['open'] = run.exploration.hub.take_metrics()['goodput/tokens/open']
+
+  run.explorer.complete = complete
+  run.batches(0, 6)
+  ledgers.append(run.explorer.take_tokens() | {'generated': run.engine.generated, 'open': 0})
+  total = collections.Counter()
+  for ledger in ledgers:
+    total.update({name: ledger[name] for name in ('trained', 'dropped', 'discarded')})
+    stocks = sum(ledger[name] for name in ('waiting', 'partial', 'open'))
+    assert sum(total.values()) + stocks == ledger['generated']
+  assert max(ledger['partial'] for ledger in ledgers) > 0 and total['trained'] > 0

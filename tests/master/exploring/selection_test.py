@@ -9,7 +9,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Sample, Segment, Source
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.master.batches import rollout_row
+from jaxrl_llm.master.batches import step_rows
 from jaxrl_llm.master.exploring.selection import Experience, SelectionConfig, choose
 from jaxrl_llm.rewards.api import Reward
 
@@ -104,7 +104,7 @@ def earning(member: Experience, *turns: float) -> Experience:
   return dataclasses.replace(member, reward=dataclasses.replace(member.reward, turn_values=turns))
 
 
-def test_mixed_counts_what_turns_have_earned():
+def test_mixed_counts_the_rewards_of_turns():
   first, second = group((3, True, 1.0), (3, True, 1.0))
   mixed = SelectionConfig(kind='mixed')
   assert len(choose(mixed, [earning(first, 0.5), second])) == 2
@@ -160,9 +160,51 @@ def test_correct_ones_are_rejected_from_that_many_times_the_shortest(longer_by, 
   ]
 
 
-def test_of_correct_and_alike_members_there_is_no_pair():
+def test_equally_correct_members_form_no_pair():
   assert pairs(group((4, True), (4, True), (5, True)), pairs_per_group=9) == []
   assert pairs(group((4, True)), pairs_per_group=9) == []
+
+
+REWARDED = group((6, False, 0.4), (5, True, 1.0), (3, True, 1.0), (2, False, -0.5), (9, None, 0.4))
+
+
+@pytest.mark.parametrize(
+  ('least', 'numbers'), [(1.0, [1, 2]), (0.4, [0, 1, 2, 4]), (-9.0, [0, 1, 2, 3, 4]), (1.1, [])]
+)
+def test_rejection_sampling_imitates_every_sample_above_the_threshold(least, numbers):
+  selected = choose(SelectionConfig(kind='above', min_reward=least), REWARDED)
+  assert [choice.sample.sample_index for choice in selected] == numbers
+  assert all(choice.imitated and choice.pair is None for choice in selected)
+
+
+def test_best_of_n_imitates_the_shortest_of_those_with_the_highest_reward():
+  (best,) = choose(SelectionConfig(kind='best'), REWARDED)
+  assert best == dataclasses.replace(REWARDED[2], imitated=True)
+  # The rewards of turns count.
+  (best,) = choose(SelectionConfig(kind='best'), [*REWARDED[:4], earning(REWARDED[4], 0.7)])
+  assert best.sample.sample_index == 4
+
+
+@pytest.mark.parametrize(('margin', 'rows'), [(1.5, [(2, 1), (3, -1)]), (1.51, [])])
+def test_a_pair_by_margin_is_the_highest_reward_against_the_lowest(margin, rows):
+  assert chosen(SelectionConfig(kind='margin', margin=margin), REWARDED) == rows
+  equal = group((3, True), (4, True))
+  assert chosen(SelectionConfig(kind='margin', margin=margin), equal) == []
+
+
+@pytest.mark.parametrize('kind', ['best', 'above', 'margin'])
+def test_masked_samples_are_neither_imitated_nor_paired(kind):
+  masked = [dataclasses.replace(m, masked=m.sample.sample_index in (2, 3)) for m in REWARDED]
+  selected = choose(SelectionConfig(kind=kind, min_reward=-9.0, margin=0.1), masked)
+  assert selected and not {2, 3} & {choice.sample.sample_index for choice in selected}
+
+
+@pytest.mark.parametrize(
+  'fields', [{'margin': 0.0}, {'margin': float('inf')}, {'min_reward': float('nan')}]
+)
+def test_limits_of_rewards_that_mean_nothing_are_refused(fields):
+  with pytest.raises(UserError, match=next(iter(fields))):
+    SelectionConfig(**fields)
 
 
 def test_pairs_are_named_apart_in_different_groups():
@@ -171,13 +213,14 @@ def test_pairs_are_named_apart_in_different_groups():
 
 
 def test_no_group_gives_more_than_is_planned_for():
-  for kind in ('all', 'mixed', 'pairs', 'shortest_correct'):
+  sizes = {'shortest_correct': 1, 'best': 1, 'margin': 2}
+  for kind in ('all', 'mixed', 'above', 'pairs', *sizes):
     for most in (1, 2, 3, 9):
-      config = SelectionConfig(kind=kind, pairs_per_group=most, longer_by=1.0)
+      config = SelectionConfig(kind=kind, pairs_per_group=most, longer_by=1.0, min_reward=-1.0)
       for members in (MIXED, group((3, False), (3, True)), group(*[(3, True)] * 3)):
         found = choose(config, members)
         assert len(found) <= config.most(len(members)) and len(found) % config.unit == 0
-      assert config.most(5) == {'pairs': 2 * min(most, 4), 'shortest_correct': 1}.get(kind, 5)
+      assert config.most(5) == {'pairs': 2 * min(most, 4), **sizes}.get(kind, 5)
   # And all of it can be had: the best against every other.
   assert (
     len(
@@ -195,15 +238,16 @@ def test_numbers_that_mean_nothing_are_refused(fields):
     SelectionConfig(kind='pairs', **fields)
 
 
-def test_a_plans_row_says_how_it_was_chosen():
+def test_a_plan_row_records_how_it_was_chosen():
   best, other = choose(SelectionConfig(kind='pairs'), MIXED)
-  rows = [rollout_row(c, ('0.arrayrecord', i)) for i, c in enumerate((best, other))]
+  places = {c.sample.uid: ('0.arrayrecord', i) for i, c in enumerate((best, other))}
+  rows = [row for c in (best, other) for row in step_rows(c, places)]
   assert [(row.pair, row.label, row.is_expert, row.correct) for row in rows] == [
     (best.pair, 1, False, True),
     (best.pair, -1, False, False),
   ]
   (imitated,) = choose(SelectionConfig(kind='shortest_correct'), MIXED)
-  row = rollout_row(imitated, ('0.arrayrecord', 0))
+  (row,) = step_rows(imitated, {imitated.sample.uid: ('0.arrayrecord', 0)})
   assert (row.is_expert, row.pair, row.label, row.correct, row.uid) == (
     True,
     None,

@@ -15,7 +15,8 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.schema import AlgorithmConfig, Rollouts, StageConfig
+from jaxrl_llm.app.schema import AlgorithmConfig, StageConfig
+from jaxrl_llm.app.sources import Rollouts
 from jaxrl_llm.batching.plan import pack_step, plan_shape
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.data.load import PackedStep
@@ -46,6 +47,11 @@ class Trainer:
 
   def __init__(self, shape, turns):
     self._shape, self._turns = shape, turns
+
+  def scoring_roles(self, plan):
+    return frozenset()
+
+  training_roles = scoring_roles
 
   async def annotate(self, learned, plan):
     packed = PackedStep(
@@ -79,6 +85,12 @@ class Ledger:
     return state
 
   async def leave(self, state, stage):
+    pass
+
+  async def settle(self):
+    pass
+
+  async def abandon(self, error):
     pass
 
 
@@ -131,9 +143,9 @@ async def go(
         stop=asyncio.get_running_loop().create_future(),
       ),
       batches={'grpo': rollouts},
-      attempt=exploration.store.attempt,
     )
-    await asyncio.wait_for(loop.run(parts, loop.LoopState(Learned(train), start, moved=start)), 60)
+    state = loop.LoopState(Learned(train), start, moved=start, attempt=exploration.store.attempt)
+    await asyncio.wait_for(loop.run(parts, state), 60)
   return ledger
 
 
@@ -311,7 +323,7 @@ def test_a_group_in_flight_at_a_commit_is_asked_for_again_once_weights_are_serve
   store.close()
 
 
-def test_a_signals_commit_keeps_what_had_ended(tmp_path, tokenizer):
+def test_a_commit_after_a_signal_keeps_finished_groups(tmp_path, tokenizer):
   """Left in the middle, groups in flight are given up in the store, and a start from the commit has
   them again.
   """

@@ -1,6 +1,7 @@
 """A program's actions stay in its sandbox, are reported truly, and only right answers pass."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import pathlib
@@ -21,6 +22,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.sandbox import isolation as isolation_module
 from jaxrl_llm.rewards.sandbox.inside.channel import Channel
 from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
+from jaxrl_llm.rewards.sandbox.libraries import preload_of
 from jaxrl_llm.rewards.sandbox.sandbox import Case, Ending, Limits, SandboxError, Sandboxes
 
 LIMITS = Limits(wall_s=60.0, cpu_s=1, memory_mib=512)
@@ -28,19 +30,32 @@ BRIEF = Limits(wall_s=1.0, cpu_s=60, memory_mib=512)
 ANY = (Case(stdin='', stdout='done'),)
 
 
-def opened(isolation, limits=LIMITS):
+def opened(isolation, limits=LIMITS, libraries=()):
   try:
-    return Sandboxes(limits, isolation=isolation)
+    return Sandboxes(limits, isolation=isolation, preload=preload_of(libraries))
   except NoIsolation as error:
     hostile.skip_where_this_machine_forbids(error, isolation)
 
 
 @pytest.fixture(
-  scope='module', params=['namespaces', pytest.param('bubblewrap', marks=pytest.mark.full)]
+  scope='module',
+  params=[
+    'namespaces',
+    pytest.param('bubblewrap', marks=pytest.mark.full),
+    pytest.param('namespaces, libraries', marks=pytest.mark.acceptance),
+  ],
 )
 def sandboxes(request):
-  with contextlib.closing(opened(request.param)) as made:
+  isolation, _, libraries = request.param.partition(', ')
+  # Each process that a program forks counts with the libraries' pages, about 100 MiB.
+  limits = dataclasses.replace(LIMITS, memory_mib=1024) if libraries else LIMITS
+  chosen = ('numpy', 'pandas', 'sympy') if libraries else ()
+  with contextlib.closing(opened(isolation, limits, chosen)) as made:
     yield made
+
+
+def has_libraries(sandboxes) -> bool:
+  return sandboxes.output('import numpy', '')[0].ended == Ending.PASSED
 
 
 @pytest.fixture(scope='module')
@@ -480,8 +495,9 @@ def test_a_program_that_a_busy_machine_keeps_waiting_is_the_scorers_failure(sand
 @pytest.mark.full
 def test_a_fork_bomb_is_bounded_and_gone(sandboxes, brief):
   outcomes = sandboxes.run_cases(hostile.FORK_BOMB, ANY), brief.run_cases(hostile.THREAD_BOMB, ANY)
+  ends = {Ending.PROCESSES, Ending.CPU, Ending.WALL, Ending.EXCEPTION}
   for outcome in outcomes:
-    assert outcome.ended in (Ending.PROCESSES, Ending.CPU, Ending.WALL, Ending.EXCEPTION), outcome
+    assert outcome.ended in ends | ({Ending.MEMORY} if has_libraries(sandboxes) else set()), outcome
   assert is_well(sandboxes)
 
 
@@ -632,7 +648,9 @@ what is there is not cut to nothing.
     print([path for home in ('/root', '/home', '/opt') for path in glob.glob(home + '/*')])
     print(os.getuid(), len(glob.glob('/proc/[0-9]*')) < 4)
   """
-  assert said(sandboxes, program) == '[]\n[]\n1000 True'
+  places = {path.split('/')[1] for path in preload_of(('numpy',)).path}
+  others = str(sorted(places - usual) if has_libraries(sandboxes) else [])
+  assert said(sandboxes, program) == f'{others}\n[]\n1000 True'
   assert secret.read_text() == 'of the host'
 
 
@@ -863,7 +881,10 @@ def test_no_more_processes_are_forked_than_are_permitted(sandboxes):
   # The kernel does not limit root, who bubblewrap's processes stay on the outside: there it is the
   # supervisor who sees.
   uncounted = sandboxes.isolation == 'bubblewrap' and os.getuid() == 0
-  assert outcome.ended == (Ending.PROCESSES if uncounted else Ending.PASSED), outcome
+  if has_libraries(sandboxes):
+    assert outcome.ended == Ending.MEMORY, outcome
+  else:
+    assert outcome.ended == (Ending.PROCESSES if uncounted else Ending.PASSED), outcome
 
 
 def test_no_file_is_longer_than_permitted(sandboxes):

@@ -3,9 +3,11 @@ sandbox.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import os
 import signal
@@ -28,7 +30,9 @@ from jaxrl_llm.core.records.score import Status
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rewards.sandbox import server as server_module
+from jaxrl_llm.rewards.sandbox.comparison import Tolerance
 from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
+from jaxrl_llm.rewards.sandbox.rows import read_tests
 from jaxrl_llm.rewards.sandbox.sandbox import Case, Limits, SandboxError
 from jaxrl_llm.rewards.sandbox.server import ROUTES, SandboxServer
 from jaxrl_llm.rewards.scorers.code import (
@@ -36,7 +40,6 @@ from jaxrl_llm.rewards.scorers.code import (
   fenced,
   options_within,
   program_of,
-  read_tests,
   read_work,
 )
 
@@ -143,6 +146,24 @@ def test_a_completion_that_continues_the_prompt_is_joined_to_it(completion, prom
   assert program_of(completion, prompt) == wanted
 
 
+@pytest.mark.full
+def test_programs_are_read_in_many_threads_at_a_time_while_garbage_is_collected():
+  """A collection runs Python, as JAX's does at its end, and so lets other threads go on."""
+  program = '\n'.join(f'def f{i}(x): return [x + {i}, (x, {{x: [x]}})]' for i in range(200))
+  thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+  gc.callbacks.append(yielding := lambda *_: sum(range(300)))
+  gc.set_threshold(50, 5, 5)
+  sys.setswitchinterval(1e-6)
+  try:
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+      read = list(threads.map(program_of, [program] * 120, [''] * 120))
+  finally:
+    gc.callbacks.remove(yielding)
+    gc.set_threshold(*thresholds)
+    sys.setswitchinterval(interval)
+  assert read == [program] * 120
+
+
 def test_code_to_continue_is_that_of_the_users_last_message():
   said = [
     ('system', 'def a():'),
@@ -189,6 +210,145 @@ def test_tests_are_read_in_each_of_their_forms():
 def test_tests_that_are_missing_or_unreadable_make_an_attempt_unscorable(score, fields, reason):
   verdict = score('def f(): pass', **fields)
   assert verdict.value is None and verdict.evidence['reason'].startswith(reason)
+
+
+# Tolerances, checkers, weights and limits of single tests.
+
+
+def test_tests_have_weights_tolerances_and_limits_of_their_own():
+  work = read_tests(
+    {
+      'limits': {'cpu_s': 2, 'memory_mib': 256},
+      'tolerance': 1e-6,
+      'tests': [
+        {'stdin': '1', 'stdout': '2', 'weight': 3},
+        {'stdin': '', 'stdout': '', 'cpu_s': 0.5, 'tolerance': {'absolute': 0.1}, 'note': 'x'},
+      ],
+    }
+  )
+  both = Tolerance(absolute=1e-6, relative=1e-6)
+  assert work.cases == (
+    Case(stdin='1', stdout='2', weight=3.0, cpu_s=2.0, memory_mib=256, tolerance=both),
+    Case(stdin='', stdout='', cpu_s=0.5, memory_mib=256, tolerance=Tolerance(absolute=0.1)),
+  )
+  statements = read_tests({'tests': ['assert f()', {'test': 'assert g()', 'weight': 2}]})
+  assert statements.tests == ('assert f()', 'assert g()') and statements.weights == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'reason'),
+  [
+    ({'tests': [{'stdin': '', 'stdout': '', 'weight': -1}]}, 'test 0: a test has weight -1'),
+    ({'tests': [{'stdin': '', 'stdout': '', 'weight': 0}]}, 'the tests have weights'),
+    ({'tests': [{'stdin': '', 'stdout': '', 'weight': '2'}]}, 'weight of a test is'),
+    ({'tests': [{'stdin': '', 'stdout': '', 'cpu_s': 0}]}, 'cpu_s of a test is 0'),
+    ({'tests': [{'stdin': '', 'stdout': ''}], 'limits': {'wall_s': 1}}, 'limits are'),
+    ({'tests': [{'stdin': '', 'stdout': ''}], 'tolerance': 'small'}, "tolerance is 'small'"),
+    ({'tests': [{'stdin': '', 'stdout': ''}], 'tolerance': -1}, 'tolerance: absolute is -1'),
+    ({'tests': [{'stdin': '', 'stdout': ''}], 'checker': ''}, 'checker is not a program'),
+    ({'tests': [{'stdin': '', 'stdout': ''}], 'checker': 'x', 'tolerance': 1}, 'the task has a ch'),
+    ({'tests': ['assert f()'], 'checker': 'print(1)'}, 'the task has a checker, and its tests'),
+    ({'tests': [{'test': 'f()', 'weight': 1e9}, 'g()']}, 'the tests have weights'),
+  ],
+)
+def test_malformed_weights_tolerances_and_limits_are_one_line(score, fields, reason):
+  verdict = score('def f(): pass', **fields)
+  assert verdict.value is None and verdict.evidence['reason'].startswith(reason), verdict
+
+
+def test_weights_decide_the_share():
+  score = scoring(local_scorer(credit='fraction'))
+  tests = [
+    {'stdin': '1', 'stdout': '2', 'weight': 3},
+    {'stdin': '2', 'stdout': '5'},
+    {'stdin': '3', 'stdout': '6', 'weight': 0},
+  ]
+  verdict = score('print(2 * int(input()))', tests=tests)
+  assert (verdict.value, verdict.evidence['passed'], verdict.evidence['tests']) == (0.75, 2, 3)
+  tests[1]['weight'] = 0
+  assert scoring(local_scorer())('print(2 * int(input()))', tests=tests).value == 1.0
+  statements = [{'test': 'assert f(1) == 1', 'weight': 3}, 'assert f(2) == 3']
+  assert score('def f(x): return x', tests=statements).value == 0.75
+
+
+def test_a_test_over_its_own_limits_leaves_time_for_the_others():
+  score = scoring(local_scorer(credit='fraction', cpu_s=3))
+  program = 'n = int(input())\nwhile n == 1: pass\nx = bytearray((n == 2) * (300 << 20))\nprint(n)'
+  tests = [
+    {'stdin': '1', 'stdout': '1', 'cpu_s': 0.3},
+    {'stdin': '2', 'stdout': '2', 'memory_mib': 200},
+    {'stdin': '2', 'stdout': '2'},
+    {'stdin': '3', 'stdout': '3'},
+  ]
+  verdict = score(program, tests=tests)
+  assert (verdict.value, verdict.evidence['ended']) == (0.5, 'cpu')
+
+
+CHECKER = """
+import json, sys
+case = json.load(sys.stdin)
+wanted = int(case['input'])
+parts = [int(word) for word in case['actual'].split()]
+print('sum', sum(parts))
+print(1 if sum(parts) == wanted and len(parts) == 2 else 0.5 if sum(parts) == wanted else 0)
+"""
+
+
+def test_a_checker_sees_input_expected_and_actual_output():
+  score = scoring(local_scorer(credit='fraction'))
+  tests = [{'stdin': '7', 'stdout': '3 4'}, {'stdin': '9', 'stdout': '4 5'}]
+  asked = {'tests': tests, 'checker': CHECKER}
+  verdict = score('n = int(input())\nprint(1, n - 1)', **asked)
+  assert (verdict.value, verdict.evidence['ended'], verdict.evidence['passed']) == (
+    1.0,
+    'passed',
+    2,
+  )
+  assert score('print(1, 6)', **asked).value == 0.5
+  half = score('print(1, 1, int(input()) - 2)', **asked)
+  assert (half.value, half.parts, half.evidence['passed']) == (0.5, {'passed': 0.5}, 0)
+  assert scoring(local_scorer())('print(1, 1, int(input()) - 2)', **asked).value == 0.0
+  # What the checker cannot read is wrong, not the checker's failure.
+  for hostile_output in ('print("1" * 10**5, "x")', 'print("\\\\udcff\\x00{}")', 'print()'):
+    verdict = score(hostile_output, **asked)
+    assert (verdict.value, verdict.evidence['ended']) == (0.0, 'failed'), hostile_output
+
+
+@pytest.mark.full
+def test_output_on_which_the_checker_never_ends_is_wrong():
+  score = scoring(local_scorer(cpu_s=1))
+  checker = 'import json, sys\nwhile json.load(sys.stdin)["actual"] != "1\\n": pass\nprint(1)'
+  tests = [{'stdin': '', 'stdout': '1\n'}, {'stdin': '', 'stdout': '1\n'}]
+  assert score('print(1)', tests=tests, checker=checker).value == 1.0
+  assert score('print(2)', tests=tests, checker=checker).value == 0.0
+
+
+@pytest.mark.parametrize(
+  'checker',
+  [
+    'raise SystemExit(3)',
+    'print("right")',
+    'print(2)',
+    pytest.param('while True: pass', marks=pytest.mark.full),
+  ],
+)
+def test_a_checker_that_fails_on_the_expected_output_is_the_scorers_failure(checker):
+  score = scoring(local_scorer(cpu_s=1))
+  with pytest.raises(SandboxError, match='the checker fails on its own expected output'):
+    score('print(1)', tests=[{'stdin': '', 'stdout': '1'}], checker=checker)
+
+
+def test_a_program_sees_neither_checker_nor_expected_output():
+  look = (
+    'import os\ntext = ""\nfor place, _, names in os.walk("/tmp"):\n  for name in names:\n    text '
+    '+= open(os.path.join(place, name), errors="replace").read()\nprint("SECRET" in text)'
+  )
+  tests = [{'stdin': '', 'stdout': 'SECRET'}, {'stdin': '', 'stdout': 'SECRET'}]
+  checker = (
+    'import json, sys\nopen("/tmp/SECRET", "w").write("SECRET")\n'
+    'print(int(json.load(sys.stdin)["actual"] == "False\\n"))'
+  )
+  assert scoring(local_scorer())(look, tests=tests, checker=checker).value == 1.0
 
 
 # The value.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import ssl
 
@@ -83,6 +84,54 @@ def test_an_answer_that_is_no_verdict_is_an_error_at_once(answer, told):
   (raised,) = scored(service)
   assert isinstance(raised, RemoteError) and told in str(raised) and '\n' not in str(raised)
   assert len(service.seen) == 1
+
+
+STEPS = {'value': 0.9, 'step_values': [0.5, 1, 0.25]}
+
+
+@pytest.mark.parametrize(
+  ('steps', 'value'),
+  [
+    (None, 0.9),
+    ('last', 0.25),
+    ('mean', 1.75 / 3),
+    ('min', 0.25),
+    ('product', 0.125),
+    ('sum', 1.75),
+  ],
+)
+def test_values_of_steps_are_combined_by_hand(steps, value):
+  (said,) = scored(Service(lambda body: STEPS), steps=steps)
+  assert said == Verdict(value=value, evidence={'step_values': [0.5, 1.0, 0.25]})
+
+
+@pytest.mark.parametrize(
+  ('steps', 'rewards'), [('turns', (0.5, 1.0, 0.25)), ('turn_differences', (0.5, 0.5, -0.75))]
+)
+def test_values_of_steps_are_the_rewards_of_turns(steps, rewards):
+  service = Service(lambda body: STEPS)
+  talk = [('user', 'What is it?'), ('assistant', 'a'), ('tool', 'b'), ('assistant', 'c')]
+  talk += [('tool', 'd'), ('assistant', 'e')]
+  transcript = tuple({'role': role, 'content': content} for role, content in talk)
+  several = dataclasses.replace(attempt('e'), transcript=transcript)
+  (said,) = scored(service, several, steps=steps)
+  assert (said.value, said.turn_values) == (0.0, rewards)
+  assert service.seen[0]['transcript'] == [dict(message) for message in transcript]
+  (raised,) = scored(service, dataclasses.replace(several, transcript=transcript[:2]), steps=steps)
+  assert '3 step_values for 1 turns' in str(raised)
+
+
+@pytest.mark.parametrize('values', [None, [], 0.5, ['a'], [True], [float('inf')], [0.5] * 5000])
+def test_values_of_steps_that_are_none_are_an_error(values):
+  answer = {'value': 1} if values is None else {'value': 1, 'step_values': values}
+  (raised,) = scored(Service(lambda body: answer), steps='min')
+  assert isinstance(raised, RemoteError)
+  assert 'step_values' in str(raised) or 'wanted JSON' in str(raised)
+
+
+def test_an_attempt_that_cannot_be_judged_has_no_value_whatever_its_steps():
+  (said,) = scored(Service(lambda body: STEPS | {'value': None}), steps='min')
+  assert said.value is None
 
 
 @pytest.mark.parametrize('fault', [429, 500, 503, CUT, HANG])

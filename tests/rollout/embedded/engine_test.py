@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_contract import ask_indexed, continued
+from stepwise import stepwise_logprobs
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.records.sample import Finish
@@ -24,6 +25,7 @@ from jaxrl_llm.models.families import tiny
 from jaxrl_llm.rollout.api import CUT, Request, Sampling, Weights
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig, EmbeddedEngine, plan_buckets
 from jaxrl_llm.rollout.embedded.sampling import draw, row_key
+from jaxrl_llm.rollout.embedded.speculation import SpeculationConfig
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 
 VOCAB, LENGTH = 40, 40
@@ -384,21 +386,6 @@ async def load_between(engine, thread, requests, load, *, after_calls):
   return await running
 
 
-def stepwise_logprobs(params, versions, prompt, tokens):
-  """Token by token with a cache, each under the weights of its own version: what is cached stays as
-  it was made.
-  """
-  cache, logprobs = MODEL.init_cache(1, LENGTH), []
-  step = jax.jit(MODEL.decode)
-  for at, token in enumerate([*prompt, *tokens[:-1].tolist()]):
-    version = versions[max(0, at - len(prompt) + 1)]
-    hidden, cache = step(params[version], jnp.array([[token]]), jnp.array([[at]]), cache)
-    if at >= len(prompt) - 1:
-      logits = np.asarray(hidden[0, 0] @ MODEL.head_kernel(params[version]).T, np.float64)
-      logprobs.append(log_softmax(logits)[tokens[len(logprobs)]])
-  return np.array(logprobs)
-
-
 def test_segments_say_which_version_drew_each_token(runner, opened, engine, params):
   requests = [request(i, max_tokens=24, samples=3) for i in range(4)]
   old = runner.run(ask_all(engine, requests))
@@ -425,11 +412,36 @@ def test_segments_say_which_version_drew_each_token(runner, opened, engine, para
       np.testing.assert_array_equal(completion.tokens[: first.end], same.tokens[: first.end])
       np.testing.assert_array_equal(completion.logprobs[: first.end], same.logprobs[: first.end])
       versions = [V1] * first.end + [V2] * (24 - first.end)
-      wanted = stepwise_logprobs(params, versions, asked.prompt, completion.tokens)
+      wanted = stepwise_logprobs(
+        MODEL, [params[v] for v in versions], asked.prompt, completion.tokens
+      )
       np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
   for completions, after in zip(found[2:], new[2:]):
     assert_same(completions, after)
     assert all([s.version for s in c.segments] == [V2] for c in completions)
+
+
+def test_running_samples_are_prefilled_again_where_asked(runner, params):
+  """Tokens after a load are as if the new weights had read all of the sample, with or without
+  drafts.
+  """
+  speculation = SpeculationConfig(tokens=2, ngram_min=1)
+  for more in ({}, {'speculation': speculation}):
+    engine, thread = make(runner, params, kv='recompute', prefill_buckets=(), **more)
+    requests = [request(i, max_tokens=24, samples=3) for i in range(2)]
+    load = functools.partial(engine.load, Weights.of(params[V2], V2))
+    found = runner.run(load_between(engine, thread, requests, load, after_calls=2))
+    for asked, completions in zip(requests, found):
+      for completion in completions:
+        first, second = completion.segments
+        assert (first.version, second.version) == (V1, V2) and first.end >= 8
+        for version, segment in zip((V1, V2), completion.segments):
+          logits = logits_after(params[version], [*asked.prompt, *completion.tokens.tolist()])
+          known = log_softmax(logits)[len(asked.prompt) - 1 : -1]
+          wanted = known[np.arange(24), completion.tokens][segment.start : segment.end]
+          drawn = completion.logprobs[segment.start : segment.end]
+          np.testing.assert_allclose(drawn, wanted, atol=1e-4)
+    runner.run(engine.close())
 
 
 def test_loads_in_quick_succession_leave_no_empty_segment(runner, opened, engine, params):
@@ -487,7 +499,7 @@ def test_a_new_name_is_not_that_of_the_weights_before(runner, opened, engine, pa
   assert all(s.end > s.start for s in completion.segments)
   drawn_by = dict(zip([V1, named, last], [V1, V2, V1]))
   versions = [drawn_by[s.version] for s in completion.segments for _ in range(s.start, s.end)]
-  wanted = stepwise_logprobs(params, versions, asked.prompt, completion.tokens)
+  wanted = stepwise_logprobs(MODEL, [params[v] for v in versions], asked.prompt, completion.tokens)
   np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-4)
 
 
@@ -645,3 +657,65 @@ def test_config_refuses_impossible_shapes():
 def test_request_numbers_make_distinct_prompts():
   prompts = [request(i).prompt for i in range(15)]
   assert all(a != b for a, b in itertools.combinations(prompts, 2))
+
+
+def test_a_released_engine_takes_no_device_memory_and_samples_the_same_when_it_is_restored(
+  runner, params
+):
+  asked = [request(i, samples=2) for i in range(3)]
+  engine, _ = make(runner, params)
+
+  compiled = []
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: compiled.append(name) if name == COMPILED else None
+  )
+
+  async def main():
+    wanted = await ask_all(engine, asked)
+    size = engine.device_bytes
+    for version in (V1, V2):
+      await engine.release('destroy')
+      assert engine.is_released and engine.device_bytes == 0 < size
+      if version == V2:
+        await engine.load(Weights.of(params[V2], V2))
+        assert engine.device_bytes == 0
+      waiting = asyncio.create_task(ask_all(engine, asked))
+      await asyncio.sleep(0.01)
+      assert not waiting.done()
+      compiled.clear()
+      await engine.restore()
+      found = await waiting
+      assert not compiled and engine.device_bytes == size
+      if version == V1:
+        for pair in zip(found, wanted, strict=True):
+          assert_same(*pair)
+      assert {s.version for group in found for c in group for s in c.segments} == {version}
+    await engine.close()
+
+  runner.run(main())
+
+
+def test_an_engine_with_completions_in_progress_is_not_released(runner, params):
+  engine, thread = make(runner, params)
+
+  async def main():
+    running = asyncio.create_task(ask(engine, request(1, max_tokens=20)))
+    while engine.counts['decode_calls'] == 0:
+      await asyncio.sleep(0.001)
+    thread.door.clear()
+    releasing = asyncio.create_task(engine.release('destroy'))
+    thread.door.set()
+    with pytest.raises(RuntimeError, match='1 completions in progress, the first of request r1'):
+      await releasing
+    assert len((await running)[0].tokens) > 0
+    abandoned = asyncio.create_task(ask(engine, request(2, max_tokens=20)))
+    calls = engine.counts['decode_calls']
+    while engine.counts['decode_calls'] == calls:
+      await asyncio.sleep(0.001)
+    abandoned.cancel()
+    await asyncio.gather(abandoned, return_exceptions=True)
+    await engine.release('destroy')
+    assert engine.device_bytes == 0
+    await engine.close()
+
+  runner.run(main())

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fit import assert_fits
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.api import Request, Sampling
@@ -31,23 +32,6 @@ def log_softmax(logits):
 
 def keys(rows, word=0):
   return np.stack([row_key(seed=1, words=(word,), sample_index=i) for i in range(rows)])
-
-
-def chi_square(tokens, probabilities):
-  """(statistic, degrees of freedom) with outcomes expected fewer than 5 times joined."""
-  expected = probabilities * len(tokens)
-  counts = np.bincount(tokens, minlength=len(probabilities)).astype(float)
-  rare = expected < 5
-  expected = np.r_[expected[~rare], expected[rare].sum()]
-  counts = np.r_[counts[~rare], counts[rare].sum()]
-  expected, counts = expected[expected > 0], counts[expected > 0]
-  return ((counts - expected) ** 2 / expected).sum(), len(expected) - 1
-
-
-def assert_fits(tokens, probabilities):
-  statistic, freedom = chi_square(tokens, probabilities)
-  # mean f, variance 2f; 4 deviations: the keys are fixed, so this passes always or never.
-  assert statistic < freedom + 4 * np.sqrt(2 * freedom), (statistic, freedom)
 
 
 @pytest.mark.parametrize('vocab', [7, BLOCK, 1000])

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 
 import exploring
 import pytest
@@ -14,8 +15,9 @@ from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig, Verdict, combine
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rewards.scorers.environment import environment_scorer
 from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.contract import checked_run
 from jaxrl_llm.rollout.episodes.environment import Step
-from jaxrl_llm.rollout.workflow import WorkflowConfig, checked_run
+from jaxrl_llm.rollout.workflow import WorkflowConfig
 
 TASK = exploring.make_tasks(1)[0]
 OPEN = []
@@ -66,54 +68,123 @@ def _importable(monkeypatch):
   OPEN.clear()
 
 
-async def rollouts(workflow, samples=2):
+async def samples_of(workflow, samples):
   runs = checked_run(workflow, TASK, 0, stage='grpo', samples=samples, sampling=Sampling())
-  found = sorted([one async for one in runs], key=lambda one: one.sample.sample_index)
+  return sorted([rollout async for rollout in runs], key=lambda each: each.sample.sample_index)
+
+
+async def rollouts(workflow, samples=2):
+  found = await samples_of(workflow, samples)
   assert not OPEN, 'every environment is closed'
   return found
 
 
 def test_the_policy_acts_until_the_environment_is_done(tokenizer):
-  for sample, _, verdict, _ in simulated(rollouts(counting(tokenizer))):
+  for sample, _, verdict, *_ in simulated(rollouts(counting(tokenizer))):
     assert verdict == Verdict(value=3.0, turn_values=(1.0, 2.0), evidence={'turn': 3})
     assert len(sample.segments) == 3
 
 
 def test_an_episode_ends_at_the_limit_of_turns(tokenizer):
-  for sample, _, verdict, _ in simulated(rollouts(counting(tokenizer, max_turns=2))):
+  for sample, _, verdict, *_ in simulated(rollouts(counting(tokenizer, max_turns=2))):
     assert len(sample.segments) == 2 and verdict.value == 2.0
 
 
+RELEASED = threading.Event()
+"""Set when the steps that block may end."""
+
+
 class Plain(Counting):
-  """Its `step` is not a coroutine function, and raises when it is called."""
+  """Its methods are plain functions, which run in threads; a step may block or exit."""
+
+  def reset(self, task):
+    if self._trouble.startswith('reset writes'):
+      return self._trouble
+    return [{'role': 'user', 'content': 'gh' * (40 if self._trouble == 'long' else 1)}]
 
   def step(self, action):
-    raise OSError('not even awaited')
+    assert threading.current_thread() is not threading.main_thread()
+    self._turn += 1
+    if self._trouble == 'block':
+      RELEASED.wait(60)
+    if self._trouble == 'exit':
+      sys.exit(3)
+    observation = {'silence': ''}.get(self._trouble, 'h')
+    if self._trouble.startswith('step writes'):
+      observation = self._trouble
+    return Step(observation, float(self._turn), self._turn == self._turns)
+
+  def close(self):
+    OPEN.remove(self)
 
 
-def test_a_step_that_raises_before_it_is_awaited_makes_the_sample_unscorable(tokenizer):
-  workflow = counting(tokenizer, environment='environment_test:Plain')
-  for _, _, verdict, _ in simulated(rollouts(workflow)):
-    line = 'environment environment_test:Plain: step: OSError: not even awaited'
+def plain(tokenizer, max_prompt=None, **options):
+  workflow = counting(tokenizer, environment='environment_test:Plain', **options)
+  workflow.max_prompt = max_prompt
+  return asyncio.run(rollouts(workflow))
+
+
+def test_an_environment_of_plain_functions_runs_in_threads(tokenizer):
+  for sample, _, verdict, *_ in plain(tokenizer):
+    assert verdict == Verdict(value=3.0, turn_values=(1.0, 2.0))
+    assert len(sample.segments) == 3
+
+
+@pytest.mark.parametrize(
+  ('trouble', 'line'),
+  [
+    ('block', 'environment environment_test:Plain: step: no result within 2 s'),
+    ('exit', 'environment environment_test:Plain: step: RuntimeError: SystemExit: 3'),
+  ],
+)
+def test_a_plain_step_that_blocks_or_exits_makes_the_sample_unscorable(tokenizer, trouble, line):
+  for _, _, verdict, *_ in plain(tokenizer, trouble=trouble):
     assert verdict == Verdict(value=None, evidence={'error': line})
+  RELEASED.set()
+
+
+def test_a_step_that_observes_nothing_makes_the_sample_unscorable(tokenizer):
+  for _, _, verdict, *_ in plain(tokenizer, trouble='silence'):
+    assert verdict.value is None
+    assert 'Plain: rollout.workflow: episode' in verdict.evidence['error']
+    assert verdict.evidence['error'].endswith('the observation has no token, wanted at least one')
+
+
+def test_a_first_prompt_that_is_too_long_makes_the_sample_unscorable(tokenizer):
+  for sample, _, verdict, *_ in plain(tokenizer, trouble='long', max_prompt=10):
+    assert sample.prompt_len == 10
+    line = f'task {TASK.uid}: the first prompt has 80 tokens, wanted at most 10; raise rollout.max'
+    assert verdict.value is None and verdict.evidence['error'].startswith(line)
+  for _, _, verdict, *_ in plain(tokenizer, trouble='long', max_prompt=80):
+    assert verdict.value == 3.0
 
 
 @pytest.mark.parametrize(
   ('trouble', 'line'),
   [
     ('step', 'environment environment_test:Counting: step: OSError: the game fell over'),
-    ('hang', 'environment environment_test:Counting: step: no answer within 2 s'),
+    ('hang', 'environment environment_test:Counting: step: no result within 2 s'),
   ],
 )
 def test_what_an_environment_does_wrong_makes_the_sample_unscorable(tokenizer, trouble, line):
-  for _, _, verdict, _ in simulated(rollouts(counting(tokenizer, trouble=trouble))):
+  for _, _, verdict, *_ in simulated(rollouts(counting(tokenizer, trouble=trouble))):
     assert verdict == Verdict(value=None, evidence={'error': line})
 
 
-def test_an_environment_that_does_not_begin_ends_the_run_with_one_line(tokenizer):
-  with pytest.raises(RunError, match=rf'reset: OSError: no such game \(task {TASK.uid}\); correct'):
-    simulated(rollouts(counting(tokenizer, trouble='reset')))
-  assert not OPEN
+def test_an_environment_that_does_not_begin_makes_the_sample_unscorable(tokenizer):
+  for sample, _, verdict, *_ in simulated(rollouts(counting(tokenizer, trouble='reset'))):
+    line = 'environment environment_test:Counting: reset: OSError: no such game'
+    assert verdict == Verdict(value=None, evidence={'error': line})
+    assert sample.prompt_len == 1 and len(sample.segments) == 1
+
+
+@pytest.mark.parametrize('trouble', ['reset writes \ud800', 'step writes \ud800'])
+def test_an_observation_that_cannot_be_encoded_makes_the_sample_unscorable(tokenizer, trouble):
+  for sample, _, verdict, *_ in plain(tokenizer, trouble=trouble):
+    assert verdict.value is None
+    error = verdict.evidence['error']
+    assert error.startswith('environment environment_test:Plain: ') and '\n' not in error
+    assert 'tokenizer' in error and sample.response_len >= 1
 
 
 def test_an_environment_that_returns_no_step_ends_the_run_with_one_line(tokenizer):
@@ -125,16 +196,17 @@ def test_an_environment_that_does_not_close_is_left_after_its_deadline(tokenizer
   assert len(simulated(rollouts(counting(tokenizer, trouble='close')))) == 2
 
 
-def test_no_more_environments_are_open_than_permitted(tokenizer):
+def test_no_more_environments_are_open_than_permitted_by_all_workflows_together(tokenizer):
   most = 0
 
   async def check():
     nonlocal most
-    running = asyncio.ensure_future(rollouts(counting(tokenizer, concurrency=3), samples=12))
+    workflows = [counting(tokenizer, concurrency=3) for _ in range(2)]
+    running = asyncio.gather(*(samples_of(workflow, 6) for workflow in workflows))
     while not running.done():
       most = max(most, len(OPEN))
       await asyncio.sleep(0)
-    assert len(running.result()) == 12
+    assert [len(found) for found in running.result()] == [6, 6]
 
   simulated(check())
   assert most == 3

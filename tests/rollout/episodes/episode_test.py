@@ -10,8 +10,9 @@ from scripted import GROUP, TASK, Scripted
 from jaxrl_llm.advantages.tokens import masked_gae, place_rewards
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Finish, Role, encode
-from jaxrl_llm.rewards.api import Verdict
+from jaxrl_llm.rewards.api import MAX_EVIDENCE, Verdict
 from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.contract import checked_run
 from jaxrl_llm.rollout.episodes.episode import Episode, OutOfTokens
 from jaxrl_llm.rollout.episodes.workflow import Episodes
 from jaxrl_llm.rollout.explorers import wire
@@ -57,7 +58,7 @@ def three_turns(tokenizer):
     episode.observe('g')
     turn = await episode.act()
     episode.reward(1.0, {'why': 'right'})
-    assert turn == ('de', Finish.STOP)
+    assert turn[:2] == ('de', Finish.STOP)
     return episode.end()
 
   return hub, asyncio.run(play())
@@ -65,7 +66,7 @@ def three_turns(tokenizer):
 
 def test_advantages_of_three_turns_pass_over_what_the_policy_only_read(tokenizer):
   """γ = 0.5 per token of the policy, λ = 1 and a critic of zeros; by hand."""
-  _, (sample, _, verdict, _) = three_turns(tokenizer)
+  _, (sample, _, verdict, *_) = three_turns(tokenizer)
   rewards = place_rewards(sample.loss_mask, verdict.value, verdict.turn_values)
   zeros = np.zeros(len(sample.tokens))
   found, _ = masked_gae(rewards, zeros, sample.loss_mask, gamma=0.5, lam=1.0)
@@ -74,7 +75,7 @@ def test_advantages_of_three_turns_pass_over_what_the_policy_only_read(tokenizer
 
 
 def test_three_turns_are_one_sample_whose_parts_are_those_written_by_hand(tokenizer):
-  hub, (sample, text, verdict, _) = three_turns(tokenizer)
+  hub, (sample, text, verdict, *_) = three_turns(tokenizer)
   eos = tokenizer.eos_id
   a, b, c, d, e, f, g, h = (tokenizer.encode(letter)[0] for letter in 'abcdefgh')
   assert sample.tokens.tolist() == [g, h, a, b, eos, f, c, f, g, d, e, eos]
@@ -215,7 +216,7 @@ def test_a_custom_stop_is_part_of_the_text_that_environments_and_scorers_see(tok
     return turn, episode.end()
 
   turn, rollout = asyncio.run(play())
-  assert turn == ('abf', Finish.STOP) and rollout.text == 'abf'
+  assert turn[:2] == ('abf', Finish.STOP) and rollout.text == 'abf'
   assert rollout.turns == ({'role': 'assistant', 'content': 'abf'},)
 
 
@@ -249,7 +250,7 @@ def test_an_episode_without_room_for_another_turn_ends_with_length(tokenizer):
   async def check():
     workflow = TwoTurns(Scripted(tokenizer, 'ab$'), tokenizer, max_tokens=5)
     how = {'stage': 'grpo', 'samples': 1, 'sampling': Sampling()}
-    ((sample, text, verdict, _),) = [one async for one in workflow.run(TASK, 0, **how)]
+    ((sample, text, verdict, *_),) = [one async for one in workflow.run(TASK, 0, **how)]
     assert (sample.finish_reason, text) == ('length', 'ab')
     assert len(sample.tokens) == 4 and verdict == Verdict(value=0.25)
 
@@ -273,8 +274,8 @@ def test_a_reward_at_the_limits_of_an_episode_is_one_that_the_master_takes_from_
     episode.reward(1e6, {'log': 'x' * 64_000, 'at': nested(99)})
     return episode.end()
 
-  sample, _, verdict, _ = asyncio.run(play())
-  assert read_verdict({'verdict': wire.verdict_row(verdict)}, sample) == verdict
+  sample, _, verdict, *_ = asyncio.run(play())
+  assert read_verdict({'verdict': wire.verdict_row(verdict)}, [sample]) == verdict
 
 
 def _twice(episode):
@@ -339,3 +340,177 @@ def test_an_episode_in_which_the_policy_did_not_act_is_one_line(tokenizer, wrong
   with pytest.raises(RunError) as caught:
     wrong(episode)
   assert line in str(caught.value) and '\n' not in str(caught.value)
+
+
+def split(tokenizer, *texts, **options):
+  hub = Scripted(tokenizer, *texts)
+  place = Place(task=TASK, visit=0, group=GROUP, index=1)
+  how = {'max_tokens': 64, 'max_steps': 3, **options}
+  return hub, Episode(hub, tokenizer, place, sampling=Sampling(), **how)
+
+
+def test_a_restart_begins_a_step_whose_prompt_is_the_new_one_alone(tokenizer):
+  hub, episode = split(tokenizer, 'ab$', 'c$', 'd', 'e$')
+
+  async def play():
+    episode.observe('gh')
+    await episode.act()
+    episode.reward(0.5)
+    episode.restart('fgh')
+    await episode.act()
+    episode.observe('g')
+    await episode.act(1)
+    episode.reward(0.25)
+    episode.restart('h')
+    await episode.act()
+    episode.reward(1.0)
+    return episode.end()
+
+  rollout = asyncio.run(play())
+  eos = tokenizer.eos_id
+  a, b, c, d, e, f, g, h = (tokenizer.encode(letter)[0] for letter in 'abcdefgh')
+  assert [step.tokens.tolist() for step in rollout.steps] == [
+    [g, h, a, b, eos],
+    [f, g, h, c, eos, g, d],
+    [h, e, eos],
+  ]
+  assert [step.uid for step in rollout.steps] == [f'{GROUP}/1', f'{GROUP}/1/1', f'{GROUP}/1/2']
+  assert {step.trajectory_id for step in rollout.steps} == {f'{GROUP}/1'}
+  assert [step.step_index for step in rollout.steps] == [0, 1, 2]
+  assert [step.prompt_len for step in rollout.steps] == [2, 3, 1]
+  assert [np.flatnonzero(step.loss_mask).tolist() for step in rollout.steps] == [
+    [2, 3, 4],
+    [3, 4, 6],
+    [1, 2],
+  ]
+  assert [step.finish_reason for step in rollout.steps] == ['stop', 'length', 'stop']
+  versions = [[one.version.step for one in step.segments] for step in rollout.steps]
+  assert versions == [[1], [2, 3], [4]]
+  # The turns of all steps are counted together, and each turn's reward is in its place.
+  assert rollout.verdict == Verdict(value=1.0, turn_values=(0.5, 0.0, 0.25))
+  assert rollout.text == 'e' and len({request.key for request in hub.requests}) == 4
+  attempt = rollout.attempt(TASK)
+  assert (attempt.uid, attempt.response_len) == (f'{GROUP}/1', 3 + 4 + 2)
+  said = [(m['role'], m['content']) for m in attempt.transcript[len(TASK.prompt) :]]
+  assert [(role, content.strip()) for role, content in said] == [
+    ('assistant', 'ab'),
+    ('tool', 'fgh'),
+    ('assistant', 'c'),
+    ('tool', 'g'),
+    ('assistant', 'd'),
+    ('tool', 'h'),
+    ('assistant', 'e'),
+  ]
+
+
+@pytest.mark.parametrize('most', [1, 2])
+def test_a_trajectory_ends_at_its_maximum_number_of_steps(tokenizer, most):
+  class Restarting(Episodes):
+    async def play(self, episode):
+      for _ in range(5):
+        episode.restart('gh')
+        await episode.act()
+        episode.reward(0.5)
+
+  workflow = Restarting(Scripted(tokenizer, 'ab$', 'c$'), tokenizer, max_tokens=9)
+  workflow.max_steps = most
+
+  async def run():
+    how = {'stage': 'grpo', 'samples': 1, 'sampling': Sampling(), 'max_steps': most}
+    return [rollout async for rollout in checked_run(workflow, TASK, 0, **how)]
+
+  (rollout,) = asyncio.run(run())
+  assert len(rollout.steps) == most and rollout.text == ['ab', 'c'][most - 1]
+  assert rollout.steps[-1].finish_reason == 'steps' and rollout.verdict.value == 0.5
+  assert all(step.finish_reason == 'stop' for step in rollout.steps[:-1])
+
+
+def test_no_step_is_longer_than_the_first_prompt_and_the_response_length_allow(tokenizer):
+  _, episode = split(tokenizer, 'ab', 'cdefgh', 'a', max_tokens=4)
+
+  async def play():
+    episode.observe('gh')
+    await episode.act(2)
+    assert episode.room == 2
+    episode.restart('abc')  # 3 + 3 tokens are the 2 + 4 of the first step.
+    await episode.act()
+    assert episode.room == 0
+    episode.restart('abcdef')
+    with pytest.raises(OutOfTokens):
+      await episode.act()
+    return episode.end(finish=Finish.LENGTH)
+
+  assert [len(step.tokens) for step in asyncio.run(play()).steps] == [4, 6]
+
+
+def conversation(*said):
+  return [{'role': role, 'content': content} for role, content in said]
+
+
+def test_a_conversation_that_extends_the_one_before_stays_in_its_step(chat):
+  hub, episode = split(chat, 'ab$', 'c$', 'd$', 'e$')
+  first = conversation(('user', 'h'))
+  second = [*first, *conversation(('assistant', 'ab'), ('user', 'g'))]
+  compacted = conversation(('user', 'f'), ('assistant', 'c'), ('user', 'g'))
+
+  async def play():
+    for messages in (first, second, compacted, compacted):
+      episode.converse(messages)
+      await episode.act()
+    return episode.end()
+
+  steps = asyncio.run(play()).steps
+  # The third conversation is another one, and the fourth repeats the third instead of going on.
+  assert [len(step.segments) for step in steps] == [2, 1, 1]
+  assert hub.requests[1].prompt[: len(hub.requests[0].prompt)] == hub.requests[0].prompt
+  whole = chat.encode(chat.render_chat(compacted, add_generation_prompt=True).text)
+  assert list(hub.requests[2].prompt) == list(hub.requests[3].prompt) == whole
+  assert steps[1].tokens[: steps[1].prompt_len].tolist() == whole
+
+
+def test_other_tools_begin_a_step(chat):
+  _, episode = split(chat, 'ab$', 'c$', 'd$')
+  first = conversation(('user', 'h'))
+  second = [*first, *conversation(('assistant', 'ab'), ('user', 'g'))]
+  third = [*second, *conversation(('assistant', 'c'), ('user', 'g'))]
+  tool = {'type': 'function', 'function': {'name': 'a', 'parameters': {}}}
+
+  async def play():
+    episode.converse(first, tools=[])
+    await episode.act()
+    episode.converse(second, tools=[tool])
+    await episode.act()
+    episode.converse(third, tools=[tool])
+    await episode.act()
+    return episode.end()
+
+  assert [len(step.segments) for step in asyncio.run(play()).steps] == [1, 2]
+
+
+@pytest.mark.parametrize(('history', 'steps'), [('keep', 1), ('template', 2)])
+def test_a_template_that_rewrites_earlier_turns_begins_a_step_if_it_is_followed(
+  reasoning, history, steps
+):
+  hub, episode = split(reasoning, '<think>a</think>b$', 'c$', history=history)
+
+  async def play():
+    episode.observe(conversation(('user', 'h')))
+    await episode.act()
+    episode.observe(conversation(('user', 'g')))
+    await episode.act()
+    return episode.end()
+
+  rollout = asyncio.run(play())
+  assert len(rollout.steps) == steps
+  said = conversation(('user', 'h'), ('assistant', '<think>a</think>b'), ('user', 'g'))
+  whole = reasoning.encode(reasoning.render_chat(said, add_generation_prompt=True).text)
+  assert (list(hub.requests[1].prompt) == whole) == (history == 'template')
+
+
+def test_a_failure_replaces_evidence_that_leaves_no_room_for_it(tokenizer):
+  _, episode = begun(tokenizer, 'ab$')
+  episode.observe('gh')
+  asyncio.run(episode.act())
+  episode.reward(1.0, {'log': 'a' * (MAX_EVIDENCE - 20)})
+  episode.fail('the database is down')
+  assert episode.end().verdict == Verdict(value=None, evidence={'error': 'the database is down'})

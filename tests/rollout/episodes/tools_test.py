@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 from paths import ROOT
 from scripted import GROUP, TASK, Scripted
@@ -16,6 +17,8 @@ from jaxrl_llm.core.records.sample import Role
 from jaxrl_llm.rewards.api import Verdict
 from jaxrl_llm.rewards.sandbox.sandbox import Limits
 from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.contract import checked_run
+from jaxrl_llm.rollout.episodes.calls import MAX_OVERDUE, MAX_THREADS
 from jaxrl_llm.rollout.episodes.tool_calls import (
   ToolCall,
   choose_parser,
@@ -23,14 +26,8 @@ from jaxrl_llm.rollout.episodes.tool_calls import (
   llama3_calls,
   qwen3_calls,
 )
-from jaxrl_llm.rollout.episodes.tools import (
-  MAX_OVERDUE,
-  MAX_THREADS,
-  Tool,
-  ToolFailed,
-  python_tool,
-)
-from jaxrl_llm.rollout.workflow import WorkflowConfig, checked_run
+from jaxrl_llm.rollout.episodes.tools import Tool, ToolFailed, python_tool
+from jaxrl_llm.rollout.workflow import WorkflowConfig
 from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
 
 
@@ -192,7 +189,7 @@ def test_the_deadline_of_a_call_begins_when_a_thread_is_free(held):
     assert not late.done()
     assert await asyncio.to_thread(threading.current_thread), 'other threads are free meanwhile'
     held.gate.set()
-    assert all(name.startswith('tool') for name in await asyncio.gather(*busy))
+    assert all(name.startswith('call') for name in await asyncio.gather(*busy))
     await asyncio.gather(late, return_exceptions=True)
 
   asyncio.run(check())
@@ -204,11 +201,11 @@ def test_calls_that_hang_fail_at_their_deadline_and_further_ones_at_once(held):
     calls = [Tool(held, deadline_s=0.02)({}) for _ in range(overdue + 1)]
     lines = [str(error) for error in await asyncio.gather(*calls, return_exceptions=True)]
     assert lines[: MAX_OVERDUE + 1] == ['hold: no result within 0.02 s'] * (MAX_OVERDUE + 1)
-    assert lines[-1] == 'hold: too many calls of tools hang'
+    assert lines[-1] == 'hold: too many calls hang'
     held.gate.set()
-    while any(thread.name == 'tool' for thread in threading.enumerate()):
+    while any(thread.name == 'call' for thread in threading.enumerate()):
       await asyncio.sleep(0.01)
-    assert await Tool(held)({}) == 'tool'
+    assert await Tool(held)({}) == 'call'
 
   asyncio.run(check())
 
@@ -270,15 +267,42 @@ def test_a_program_runs_in_the_sandbox_and_the_policy_reads_what_it_prints_or_wh
     assert asyncio.run(tool({'code': program})) == result
 
 
+def test_tools_of_a_process_share_their_sandboxes():
+  python_tool()
+  children = psutil.Process().children()
+  python_tool()
+  assert psutil.Process().children() == children
+
+
+def silent() -> str:
+  """Returns nothing."""
+  return ''
+
+
+def silences(text):
+  """Parser to which 'a' is a call of `silent`."""
+  return [ToolCall('silent', {})] * (text == 'a')
+
+
+def test_a_result_without_a_token_is_a_note_or_ends_the_episode(tokenizer, tmp_path):
+  call = {'tools': ['tools_test:silent'], 'parser': 'tools_test:silences'}
+  letters = ['abcdefghijklmnopqrstuvwxyz ()']
+  larger = build_character_tokenizer(letters, tmp_path / 'tokenizer', template='plain')
+  sample, text, *_ = played(larger, 'a$', 'd$', **call)
+  assert larger.decode(sample.tokens[sample.role == Role.TOOL].tolist()) == '(no output)'
+  assert text == 'd'
+  assert len(played(tokenizer, 'a$', 'd$', **call).sample.segments) == 1
+
+
 def test_the_policy_reads_the_result_of_its_call_and_ends_with_a_turn_without_one(tokenizer):
-  sample, text, verdict, _ = played(tokenizer, 'bc$', 'd$')
+  sample, text, verdict, *_ = played(tokenizer, 'bc$', 'd$')
   assert (sample.uid, text) == (f'{GROUP}/0', 'd')
   assert tokenizer.decode(sample.tokens[sample.role == Role.TOOL].tolist()) == 'cc'
   assert verdict == Verdict(value=0.0, parts={'tool_calls': 1.0, 'tool_failures': 0.0})
 
 
 def test_calls_beyond_the_limit_of_a_turn_are_not_carried_out(ascii_tokenizer):
-  sample, _, verdict, _ = played(
+  sample, _, verdict, *_ = played(
     ascii_tokenizer, 'aa$', 'd$', parser='tools_test:many', max_calls=2, max_tokens=2000
   )
   read = ascii_tokenizer.decode(sample.tokens[sample.role == Role.TOOL].tolist())
@@ -311,7 +335,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize('call', HOSTILE)
 def test_whatever_a_call_echoes_the_policy_reads_a_text_that_can_be_encoded(ascii_tokenizer, call):
-  sample, text, _, _ = played(
+  sample, text, _, *_ = played(
     ascii_tokenizer, f'{call}$', 'd$', parser='tools_test:given', max_tokens=2000
   )
   read = ascii_tokenizer.decode(sample.tokens[sample.role == Role.TOOL].tolist())
@@ -320,21 +344,21 @@ def test_whatever_a_call_echoes_the_policy_reads_a_text_that_can_be_encoded(asci
 
 
 def test_an_episode_ends_if_the_tokenizer_has_not_even_the_characters_of_an_error(tokenizer):
-  sample, text, verdict, _ = played(tokenizer, 'bb$', 'd$')
+  sample, text, verdict, *_ = played(tokenizer, 'bb$', 'd$')
   assert text == 'bb' and len(sample.segments) == 1
   assert verdict == Verdict(value=0.0, parts={'tool_calls': 1.0, 'tool_failures': 1.0})
 
 
 def test_an_episode_of_calls_alone_ends_at_its_limit(tokenizer):
-  sample, _, verdict, _ = played(tokenizer, 'bc$', 'bd$', max_turns=2)
+  sample, _, verdict, *_ = played(tokenizer, 'bc$', 'bd$', max_turns=2)
   assert len(sample.segments) == 2 and verdict.parts['tool_calls'] == 2.0
 
 
 @pytest.mark.parametrize(
   ('options', 'line'),
   [
-    ({'tools': []}, 'options.tools: got [], wanted names, each once'),
-    ({'tools': ['tools_test:repeat'] * 2}, 'wanted names, each once'),
+    ({'tools': []}, 'options: no tools and no mcp; name at least one tool'),
+    ({'tools': ['tools_test:repeat'] * 2}, "two tools are named 'repeat', wanted different names"),
     ({'max_turns': 0}, 'options.max_turns: got 0, wanted at least 1'),
     ({'max_calls': 0}, 'options.max_calls: got 0, wanted at least 1'),
   ],

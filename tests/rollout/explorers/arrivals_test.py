@@ -21,13 +21,13 @@ from jaxrl_llm.rollout.explorers.arrivals import (
   read_error,
   read_question,
   read_request,
-  read_sample,
   read_sender,
+  read_steps,
   read_verdict,
 )
 from jaxrl_llm.rollout.explorers.generated import Generated
 from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
-from jaxrl_llm.rollout.workflow import rollout_sample
+from jaxrl_llm.rollout.workflow import Rollout, rollout_sample
 
 BOUNDS = Bounds(vocab_size=10, max_length=8)
 TASK = Task(
@@ -61,12 +61,18 @@ def sample():
   return rollout_sample(TASK, 3, 1, [2, 3], COMPLETION, group=NAME, temperature=1.0)
 
 
+def read_one(data, lent):
+  """Reads a message that hands in a trajectory of one step."""
+  (step,) = read_steps({'steps': [data]}, lent, BOUNDS)
+  return step
+
+
 def row():
   return msgpack.unpackb(encode(sample()))
 
 
 def read(row):
-  return read_sample({'sample': msgpack.packb(row)}, group(), BOUNDS)
+  return read_one(msgpack.packb(row), group())
 
 
 def bytes_of(values, dtype):
@@ -74,8 +80,29 @@ def bytes_of(values, dtype):
 
 
 def test_a_sample_that_was_drawn_for_the_lease_passes_as_it_is():
-  read = read_sample({'sample': encode(sample())}, group(), BOUNDS)
+  read = read_one(encode(sample()), group())
   assert encode(read) == encode(sample())
+
+
+def test_the_steps_of_a_trajectory_are_read_in_their_order_up_to_the_most_of_the_run():
+  second = dataclasses.replace(sample(), uid=f'{NAME}/1/1', step_index=1)
+  steps = [encode(sample()), encode(second)]
+  lent = dataclasses.replace(group(), max_steps=2)
+  assert [encode(step) for step in read_steps({'steps': steps}, lent, BOUNDS)] == steps
+  assert lent.hand_in(Rollout(sample(), '', later=(second,)))
+  for wrong, line in {
+    (steps[0],) * 3: r'sample: 3 steps, wanted 1 … 2 \(rollout\.max_steps\)',
+    (): 'sample: 0 steps, wanted 1',
+    (steps[0], b''): 'sample: 0 bytes are not msgpack',
+    (steps[0], 'x'): r'sample: steps\[1\] is str, wanted bytes',
+  }.items():
+    with pytest.raises(Misbehaved, match=line):
+      read_steps({'steps': [*wrong]}, lent, BOUNDS)
+  with pytest.raises(Misbehaved, match='sample: steps is bytes, wanted list'):
+    read_steps({'steps': steps[0]}, lent, BOUNDS)
+  for wrong in (sample(), dataclasses.replace(second, uid=f'{NAME}/1/2')):
+    with pytest.raises(ValueError, match=f'wanted sample {NAME}/1/1 of group'):
+      lent.hand_in(Rollout(sample(), '', later=(wrong,)))
 
 
 @pytest.mark.parametrize('drawn', [[2], [2, 3], [3, 4], [4], [2, 4]])
@@ -83,7 +110,7 @@ def test_a_workflow_may_use_parts_of_a_completion(drawn):
   mask = np.isin(np.arange(5), drawn)
   logprobs = np.where(mask, sample().behaviour_logprobs, 0).astype(np.float32)
   part = dataclasses.replace(sample(), sampled=mask, loss_mask=mask, behaviour_logprobs=logprobs)
-  assert encode(read_sample({'sample': encode(part)}, group(), BOUNDS)) == encode(part)
+  assert encode(read_one(encode(part), group())) == encode(part)
 
 
 def test_a_run_of_tokens_comes_from_one_completion():
@@ -101,9 +128,9 @@ def test_a_run_of_tokens_comes_from_one_completion():
       1.0,
     )
   with pytest.raises(Misbehaved, match=r'tokens \[2, 5\) or their logprobs'):
-    read_sample({'sample': encode(sample())}, lent, BOUNDS)
+    read_one(encode(sample()), lent)
   lent.generated.add(COMPLETION, 1.0)
-  assert encode(read_sample({'sample': encode(sample())}, lent, BOUNDS)) == encode(sample())
+  assert encode(read_one(encode(sample()), lent)) == encode(sample())
 
 
 SEGMENT = [2, 5, 0, 2, 'engine', 'stop']
@@ -214,7 +241,7 @@ def test_a_sample_without_a_field_is_refused():
 )
 def test_bytes_that_are_no_sample_are_refused(data):
   with pytest.raises(Misbehaved, match='sample'):
-    read_sample({'sample': data}, group(), BOUNDS)
+    read_one(data, group())
 
 
 def test_a_sample_longer_than_the_limits_is_refused_by_their_names():
@@ -227,7 +254,7 @@ def test_a_sample_longer_than_the_limits_is_refused_by_their_names():
   with pytest.raises(
     Misbehaved, match=r'9 tokens, wanted at most 8: rollout\.max_prompt_length and max_'
   ):
-    read_sample({'sample': encode(long)}, group(), BOUNDS)
+    read_one(encode(long), group())
 
 
 def request(**changes):
@@ -385,9 +412,9 @@ VERDICT = wire.verdict_row(
 
 def test_a_reward_of_the_environment_passes_the_way_to_the_master():
   body = wire.unpack(wire.pack({'verdict': VERDICT}))
-  read = read_verdict(body, sample())
+  read = read_verdict(body, [sample()])
   assert read == wire.read_verdict(VERDICT) and read.evidence == {'large': 10**30}
-  assert read_verdict({'verdict': None}, sample()) is read_verdict({}, sample()) is None
+  assert read_verdict({'verdict': None}, [sample()]) is read_verdict({}, [sample()]) is None
 
 
 @pytest.mark.parametrize(
@@ -409,5 +436,5 @@ def test_a_reward_of_the_environment_passes_the_way_to_the_master():
 )
 def test_a_hostile_reward_is_one_line(change, line):
   with pytest.raises(Misbehaved) as caught:
-    read_verdict({'verdict': {**VERDICT, **change}}, sample())
+    read_verdict({'verdict': {**VERDICT, **change}}, [sample()])
   assert line in str(caught.value) and '\n' not in str(caught.value)

@@ -69,7 +69,7 @@ def test_groups_of_an_explorer_that_falls_silent_go_to_another_and_no_sample_com
 
       def hand_in():
         return quiet.call(
-          wire.SAMPLE, lease=order['lease'], sample=encode(first), text='of the quiet one'
+          wire.SAMPLE, lease=order['lease'], steps=[encode(first)], text='of the quiet one'
         )
 
       await hand_in()
@@ -149,7 +149,7 @@ def test_what_a_workflow_asks_for_reaches_the_hub_and_comes_back_whole(tmp_path)
         yield sample, text
 
   async def check():
-    def build(config, hub, tokenizer, most):
+    def build(config, hub, tokenizer, most, *_):
       return Asking(hub, tokenizer, most)
 
     async with Setting(tmp_path, build).running('a') as setting:
@@ -183,7 +183,7 @@ def test_a_workflow_that_fails_ends_the_wait_with_its_error(tmp_path, error, lin
       yield
 
   async def check():
-    def build(config, hub, tokenizer, most):
+    def build(config, hub, tokenizer, most, *_):
       return Failing(hub, tokenizer, max_tokens=most)
 
     async with Setting(tmp_path, build).running('a') as setting:
@@ -278,7 +278,7 @@ def test_a_workflow_that_forgets_a_sample_is_told(tmp_path):
         yield run
 
   async def check():
-    def build(config, hub, tokenizer, most):
+    def build(config, hub, tokenizer, most, *_):
       return Short(hub, tokenizer, max_tokens=most)
 
     async with Setting(tmp_path, build).running('a') as setting:
@@ -385,7 +385,7 @@ def test_a_lease_that_was_lost_is_worth_nothing(tmp_path):
       link = Link(setting.crew.address, key=None, ca_file=None, name='late')
       for path in (wire.SAMPLE, wire.SCORE, wire.ASK, wire.FAILED, wire.GENERATE):
         with pytest.raises(Lost, match='lease 99 is no longer held'):
-          await link.call(path, lease='99', sample=b'', error='')
+          await link.call(path, lease='99', steps=[], error='')
       assert await link.call(wire.ALIVE, leases=['99']) == ['99']
       await link.close()
 
@@ -421,7 +421,7 @@ BAD_SAMPLES = {
     lambda one: encode(dataclasses.replace(one, segments=OLDER(one))),
     r"version 0\.9 of engine 'fake' generated noth",
   ),
-  'no bytes': (lambda one: 'text', 'sample is str, wanted bytes'),
+  'no bytes': (lambda one: 'text', r'steps\[0\] is str, wanted bytes'),
 }
 LONG = {
   'tokens': np.zeros(10_000, np.int32),
@@ -466,12 +466,12 @@ def test_an_explorer_whose_sample_is_none_is_evicted_and_another_gets_its_groups
       wanted = asyncio.create_task(setting.samples(setting.crew, task))
       order = await rogue.call(wire.TAKE)
       good, bad, *_ = await setting.made(rogue, order)
-      await rogue.call(wire.SAMPLE, lease=order['lease'], sample=encode(good))
+      await rogue.call(wire.SAMPLE, lease=order['lease'], steps=[encode(good)])
       with pytest.raises(Evicted, match=line):
-        await rogue.call(wire.SAMPLE, lease=order['lease'], sample=change(bad))
+        await rogue.call(wire.SAMPLE, lease=order['lease'], steps=[change(bad)])
       for path in (wire.HELLO, wire.TAKE, wire.ALIVE, wire.SAMPLE, wire.FAILED):
         with pytest.raises(Evicted, match=line):
-          await rogue.call(path, lease=order['lease'], leases=[], error='', sample=encode(bad))
+          await rogue.call(path, lease=order['lease'], leases=[], error='', steps=[encode(bad)])
       assert not setting.crew.explorers
       setting.come('b')
       assert await wanted == await setting.samples(reference, task)
@@ -499,9 +499,9 @@ def test_whoever_uses_the_lease_of_another_is_evicted_and_the_other_goes_on(tmp_
       with pytest.raises(
         Evicted, match=f'{thief.name} was evicted: {path}: used a lease of {honest.name}'
       ):
-        await thief.call(path, lease=order['lease'], error='not mine', sample=encode(made[0]))
+        await thief.call(path, lease=order['lease'], error='not mine', steps=[encode(made[0])])
       for sample in made:
-        await honest.call(wire.SAMPLE, lease=order['lease'], sample=encode(sample))
+        await honest.call(wire.SAMPLE, lease=order['lease'], steps=[encode(sample)])
       assert len(await wanted) == 3
       assert setting.crew.counts == {'evicted': 1}
       await asyncio.gather(honest.close(), thief.close())
@@ -519,7 +519,7 @@ def test_nobody_can_leave_in_the_name_of_another(tmp_path):
       for name in ('honest', honest.name):
         await impostor.call(wire.LEAVE, name=name)
       for sample in await setting.made(honest, order):
-        await honest.call(wire.SAMPLE, lease=order['lease'], sample=encode(sample))
+        await honest.call(wire.SAMPLE, lease=order['lease'], steps=[encode(sample)])
       assert len(await wanted) == 3 and not any(setting.crew.counts.values())
       await asyncio.gather(honest.close(), impostor.close())
 
@@ -580,7 +580,7 @@ def test_an_explorer_that_is_evicted_ends_and_the_others_do_its_work(tmp_path):
         yield dataclasses.replace(sample, uid='x'), text
 
   async def check():
-    def build(config, hub, tokenizer, most):
+    def build(config, hub, tokenizer, most, *_):
       return Renaming(hub, tokenizer, max_tokens=most)
 
     async with Setting(tmp_path, build, groups=2).running('bad') as setting:
@@ -588,7 +588,7 @@ def test_an_explorer_that_is_evicted_ends_and_the_others_do_its_work(tmp_path):
       with pytest.raises(BaseExceptionGroup) as ended:
         await setting.explorers.pop('bad')
       assert ended.group_contains(Evicted, match=r'bad/\w+ was evicted: /sample: sample x')
-      setting.build = lambda config, hub, tokenizer, most: SingleTurn(
+      setting.build = lambda config, hub, tokenizer, most, *_: SingleTurn(
         hub, tokenizer, max_tokens=most
       )
       setting.come('good')

@@ -12,6 +12,8 @@ from clocks import simulated
 from learning import sample
 
 from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.records.sample import Segment
+from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.explorers import leases
 from jaxrl_llm.rollout.explorers.leases import Gone, Leases, LentGroup, Misbehaved, SenderEvicted
 from jaxrl_llm.rollout.workflow import Rollout
@@ -324,7 +326,20 @@ def test_a_group_that_is_lent_again_forgets_what_was_generated_for_the_lease_bef
 
 def test_each_sample_is_handed_in_once_and_only_what_was_asked_for():
   made = [sample(i, np.random.default_rng(0)) for i in (-1, 0, 1, 2)]
-  wanted, samples = group(samples=2), [dataclasses.replace(each, group_id='s') for each in made]
+  wanted = LentGroup(order={}, name='s/t/0', samples=2)
+  samples = [
+    dataclasses.replace(
+      each,
+      task_id='t',
+      group_id='s/t/0',
+      uid=f's/t/0/{each.sample_index}',
+      trajectory_id=f's/t/0/{each.sample_index}',
+      segments=(
+        Segment(start=0, end=len(each.tokens), version=Version(0, 0), engine='e', finish='stop'),
+      ),
+    )
+    for each in made
+  ]
   below, zero, one, above = samples
   assert wanted.hand_in(Rollout(one, 'one'))
   assert not wanted.hand_in(Rollout(one, 'again'))
@@ -332,8 +347,8 @@ def test_each_sample_is_handed_in_once_and_only_what_was_asked_for():
   for other in (below, above):
     with pytest.raises(ValueError, match=f'index {other.sample_index}, wanted one of 2'):
       wanted.hand_in(Rollout(other, ''))
-  for change in ({'uid': 's/0'}, {'group_id': 'another'}):
-    with pytest.raises(ValueError, match='wanted sample s/1 of group s'):
+  for change in ({'uid': 's/t/0/0'}, {'group_id': 'another'}):
+    with pytest.raises(ValueError, match='wanted sample s/t/0/1 of group s/t/0'):
       wanted.hand_in(Rollout(dataclasses.replace(one, **change), ''))
   assert [wanted.handed_in.get_nowait() for _ in range(wanted.handed_in.qsize())] == [
     Rollout(one, 'one'),

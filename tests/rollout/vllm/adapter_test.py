@@ -64,6 +64,18 @@ def probe(step):
   )
 
 
+def test_arrays_of_adapters_may_come_in_parts(folder, params, tmp_path):
+  def parts(step, *, base):
+    for name, leaf in leaves(params, step, base=base):
+      yield from ((name, leaf[at : at + 3]) for at in range(0, len(leaf), 3))
+
+  other = AdapterFolder(tmp_path / 'other', SPEC, lora=LORA, dtype='float32')
+  for version in (A, B):
+    base = version is A
+    whole = other.write(version, leaves(params, version.step, base=base))
+    assert folder.write(version, parts(version.step, base=base)).files == whole.files
+
+
 @pytest.mark.full
 def test_a_base_is_published_once_and_stays_while_an_adapter_stands_on_it(folder, params):
   first = folder.write(A, leaves(params, 0, base=True))

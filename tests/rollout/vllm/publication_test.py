@@ -2,7 +2,6 @@
 the writer.
 """
 
-import io
 import os
 import pathlib
 import subprocess
@@ -23,13 +22,14 @@ from jaxrl_llm.models.families import FAMILIES, tiny
 from jaxrl_llm.rollout.vllm.publication import (
   FILE,
   PublicationFolder,
-  _write_all,
   digest,
   read_checked,
 )
+from jaxrl_llm.weights import tensor_files
 from jaxrl_llm.weights.hf import write_config
 from jaxrl_llm.weights.layout import DTYPES, to_hf
 from jaxrl_llm.weights.tables import entries
+from jaxrl_llm.weights.tensor_files import Slice
 
 MODELS = [(family, tied) for family in FAMILIES for tied in (True, False)]
 V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
@@ -103,6 +103,35 @@ def test_digests_are_of_what_lies_in_the_file(tmp_path, dtype):
   assert bits(read_checked(publication.files, publication.directory)) == bits(tensors)
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('rows', [1, 5, 100])
+def test_digests_of_slices_are_those_of_what_a_worker_holds(tmp_path, monkeypatch, dtype, rows):
+  """Along either axis, overlapping, empty, and across the blocks that are written at a time."""
+  monkeypatch.setattr(tensor_files, '_BLOCK', 4 * 16 * 3)  # Three rows of 16 float32.
+  spec = small()
+  leaves = flatten(random_params(spec))
+  slices = {
+    'model.embed_tokens.weight': {Slice(0, 0, 6), Slice(0, 6, 5), Slice(0, 4, 1), Slice(0, 11, 0)},
+    'model.layers.1.mlp.down_proj.weight': {Slice(1, 0, 12), Slice(1, 12, 12), Slice(0, 3, 9)},
+    'model.norm.weight': {Slice(0, 4, 8)},
+  }
+  parts = (
+    (name, leaf[at : at + rows])
+    for name, leaf in leaves.items()
+    for at in range(0, len(leaf), rows)
+  )
+  publication = PublicationFolder(tmp_path / 'w', spec, dtype=dtype).write(V1, parts, slices=slices)
+  tensors = load_file(publication.directory / FILE)
+  assert publication.slices == {
+    name: {
+      cut: digest(tensors[name].take(range(cut.start, cut.start + cut.length), cut.axis))
+      for cut in cuts
+    }
+    for name, cuts in slices.items()
+  }
+  assert publication.digests == {name: digest(tensor) for name, tensor in tensors.items()}
+
+
 def test_a_digest_is_of_bytes_in_c_order():
   array = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
   assert digest(array.T) == digest(np.array(array.T, order='C')) != digest(array)
@@ -134,21 +163,25 @@ def test_leaves_may_be_of_any_order_kind_and_stride(tmp_path):
   assert found == published_bits(folder.write(Version(0, 11), as_wide.items())) != wanted
 
 
-def test_an_array_may_go_when_the_next_is_asked_for(tmp_path):
+def test_an_array_may_come_in_parts(tmp_path):
   spec = small()
   params = random_params(spec)
 
-  def leaves():
-    buffer = None
+  def parts(at):
     for name, leaf in flatten(params).items():
-      if buffer is not None:
-        buffer[:] = np.nan
-      buffer = leaf.copy()
-      yield name, buffer
+      yield name, leaf[:at]
+      if len(leaf) > at:
+        yield name, leaf[at:]
 
-  publication = PublicationFolder(tmp_path / 'w', spec, dtype='float32').write(V1, leaves())
-  assert published_bits(publication) == wanted_bits(params, spec)
-  assert read_checked(publication.files, publication.directory)
+  for at in (1, 3, 10):
+    publication = PublicationFolder(tmp_path / 'w', spec, dtype='bfloat16').write(V1, parts(at))
+    assert published_bits(publication) == wanted_bits(params, spec, 'bfloat16')
+    assert read_checked(publication.files, publication.directory)
+  with pytest.raises(UserError, match=r'embed/kernel: .* \(12, 16\), .* has \(11, 16\)'):
+    leaf = params['embed']['kernel']
+    PublicationFolder(tmp_path / 'w', spec, dtype='bfloat16').write(
+      V1, [('embed/kernel', leaf), ('embed/kernel', leaf[:1])]
+    )
 
 
 def missing(leaves):
@@ -161,7 +194,7 @@ def unknown(leaves):
   return {
     **leaves,
     'norm/bias': leaves['norm/scale'],
-  }, 'norm/bias: not a parameter of the published qwen3 model'
+  }, 'norm/bias: not a parameter of the qwen3 model'
 
 
 def head_of_a_tied_model(leaves):
@@ -296,6 +329,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder, read_checked
 from jaxrl_llm.weights.tables import entries
+from jaxrl_llm.weights.tensor_files import Slice
 
 root = pathlib.Path(sys.argv[1])
 spec = tiny('qwen3', 11, hidden_size=16, intermediate_size=24, head_dim=8)
@@ -420,17 +454,16 @@ def test_a_full_disk_is_one_line(tmp_path):
   )
 
 
-class Sipping(io.FileIO):
-  """Takes few bytes at a time, as a disk that is nearly full does."""
-
-  def write(self, data):
-    return super().write(data[:3])
-
-
-def test_what_a_disk_does_not_take_at_once_is_offered_again(tmp_path):
-  with Sipping(tmp_path / 'x', 'w') as file:
-    _write_all(file, memoryview(bytes(range(10))))
-  assert (tmp_path / 'x').read_bytes() == bytes(range(10))
+def test_what_a_disk_does_not_take_at_once_is_offered_again(tmp_path, monkeypatch):
+  write = os.pwrite
+  # Few bytes at a time, as a disk does that is nearly full.
+  monkeypatch.setattr(os, 'pwrite', lambda file, data, offset: write(file, data[:300], offset))
+  spec = small()
+  params = random_params(spec)
+  publication = PublicationFolder(tmp_path / 'w', spec, dtype='float32').write(
+    V1, flatten(params).items()
+  )
+  assert published_bits(publication) == wanted_bits(params, spec)
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """A replica on a CPU takes adapters: the probe waits for the requests in flight."""
 
 import asyncio
+import json
 import pathlib
 
 import numpy as np
@@ -8,9 +9,19 @@ import pytest
 
 from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.types import Version
+from jaxrl_llm.models.families import tiny
 from jaxrl_llm.rollout.api import Completion, Probe, Request
-from jaxrl_llm.rollout.vllm.publication import Publication
-from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm import replica
+from jaxrl_llm.rollout.vllm.publication import (
+  Publication,
+  PublicationFolder,
+  digest,
+  read_published,
+)
+from jaxrl_llm.rollout.vllm.replica import Replica, Requirements, slice_of
+from jaxrl_llm.rollout.vllm.transfer import FileTransfer
+from jaxrl_llm.weights.tables import entries
+from jaxrl_llm.weights.tensor_files import Slice
 
 BASE = Publication(version=Version(0, 0), directory=pathlib.Path('base'), files={}, nbytes=0)
 ADAPTER = Publication(
@@ -82,7 +93,7 @@ class Server:
 async def admitted(device: str):
   server = Server(device)
   replica = Replica('vllm-0', client=server, server=None, transfer=server)
-  await replica.admit({}, dtype='float32', max_length=8, speculative=False)
+  await replica.admit(Requirements(shapes={}, dtype='float32', max_length=8))
   server.calls.clear()
   return server, replica
 
@@ -143,3 +154,51 @@ def test_a_server_with_adapters_is_asked_for_a_token_and_no_prompt_logprobs(adap
     assert await replica.is_alive(deadline_s=60) and server.calls == calls
 
   asyncio.run(main())
+
+
+def test_a_workers_digests_are_known_from_the_writing_and_read_only_for_a_new_worker(
+  tmp_path, monkeypatch
+):
+  spec = tiny('qwen3', 11)
+  leaves = [(entry.unrolled, np.ones(entry.shape, np.float32)) for entry in entries(spec)]
+  halves = {
+    entry.hf: {'shape': [entry.shape[0] // 2, *entry.shape[1:]], 'slice': [0, 0]}
+    if len(entry.shape) == 2
+    else {'shape': list(entry.shape), 'slice': None}
+    for entry in entries(spec)
+  }
+  cuts = {name: {cut} for name, tensor in halves.items() if (cut := slice_of(tensor)) is not None}
+  folder = PublicationFolder(tmp_path / 'w', spec, dtype='float32')
+  known = folder.write(Version(0, 1), leaves, slices=cuts)
+  unknown = folder.write(Version(0, 2), leaves)
+  read = []
+  monkeypatch.setattr(
+    replica, 'read_published', lambda *args: read.append(args) or read_published(*args)
+  )
+  wanted = replica._expected(known, halves)
+  assert len(wanted) == len(halves) and not read
+  assert replica._expected(unknown, halves) == wanted and len(read) == 1
+
+
+def test_workers_are_told_the_digests_of_slices_if_there_are_any(tmp_path):
+  spec = tiny('qwen3', 11)
+  leaves = [(entry.unrolled, np.ones(entry.shape, np.float32)) for entry in entries(spec)]
+  folder = PublicationFolder(tmp_path / 'w', spec, dtype='float32')
+  whole = folder.write(Version(0, 1), leaves)
+  cut = folder.write(Version(0, 2), leaves, slices={'model.norm.weight': {Slice(0, 8, 4)}})
+  infos = []
+
+  class Client:
+    async def start_update(self): ...
+
+    async def update_weights(self, info, *, deadline_s):
+      infos.append(info)
+
+    async def finish_update(self): ...
+
+  for publication in (whole, cut):
+    asyncio.run(FileTransfer().send(Client(), publication, deadline_s=60))
+  wanted = digest(np.ones(4, np.float32))
+  assert 'slices' not in infos[0]
+  assert infos[1]['slices'] == {'model.norm.weight': [[0, 8, 4, wanted]]}
+  json.dumps(infos)

@@ -29,7 +29,7 @@ from jaxrl_llm.core.net.client import Lost, Refused
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import FILE, Publication, digest
-from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm.replica import Replica, Requirements
 from jaxrl_llm.rollout.vllm.server import WORKER, VllmConfig, server_commands
 from jaxrl_llm.rollout.vllm.transfer import (
   SENDER,
@@ -670,7 +670,7 @@ def test_a_server_that_takes_no_weights_this_way_is_the_users_to_start_otherwise
       with pytest.raises(
         UserError, match=r"engine vllm-0 .*over 'nccl' \(no such engine\); .*vllm.transfer"
       ):
-        await replica.admit(shapes, dtype='float32', max_length=4, speculative=False)
+        await replica.admit(Requirements(shapes=shapes, dtype='float32', max_length=4))
 
   asyncio.run(main())
 

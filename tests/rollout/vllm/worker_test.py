@@ -13,9 +13,12 @@ import types
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from paths import ROOT
 
 from jaxrl_llm.rollout.vllm import publication
+from jaxrl_llm.weights.deltas import Image
+from jaxrl_llm.weights.tensor_files import FileLayout
 
 PATH = ROOT / 'jaxrl_llm' / 'rollout' / 'vllm' / 'worker.py'
 PYTHON = (
@@ -26,9 +29,10 @@ PYTHON = (
 @pytest.fixture(scope='module', autouse=True)
 def _pytorch():
   """Imported for this file's tests only: collecting them needs neither it nor the worker."""
-  global torch, worker
+  global save_file, torch, worker
   torch = pytest.importorskip('torch')
   worker = load_by_path()
+  save_file = importlib.import_module('safetensors.torch').save_file
 
 
 def load_by_path():
@@ -325,6 +329,10 @@ def told(model):
   return self
 
 
+def test_a_worker_whose_model_has_no_torch_parameters_says_so():
+  assert told(object()).jaxrl_weights() == {'device': 'jax', 'tensors': {}}
+
+
 def test_what_a_rank_tells_of_its_slices_is_where_its_digests_come_from():
   whole = whole_of(kv_heads=1)
   for rank in range(4):
@@ -348,6 +356,72 @@ def test_what_a_rank_tells_of_its_slices_is_where_its_digests_come_from():
   assert answer['tensors']['model.layers.0.self_attn.k_proj.weight']['slice'] == [0, 0]
   assert answer['tensors']['model.layers.0.self_attn.q_proj.weight']['slice'] == [0, 6]
   assert answer['tensors']['model.layers.0.mlp.down_proj.weight']['slice'] == [1, 9]
+
+
+@pytest.fixture
+def published(tmp_path):
+  """(whole tensors, announced files, digests of the slices that two ranks hold)."""
+  whole = whole_of()
+  save_file({name: tensor.contiguous() for name, tensor in whole.items()}, tmp_path / 'w')
+  slices = {}
+  for rank in range(2):
+    for name, held in told(model_of(rank, 2)).jaxrl_weights()['tensors'].items():
+      if held['slice'] is not None:
+        axis, start = held['slice']
+        length = held['shape'][axis]
+        part = whole[name].narrow(axis, start, length)
+        slices.setdefault(name, []).append([axis, start, length, worker.digest(part)])
+  return whole, {'w': {name: worker.digest(tensor) for name, tensor in whole.items()}}, slices
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_a_rank_reads_its_slices_and_no_more(tmp_path, monkeypatch, published, rank):
+  whole, files, slices = published
+  model, plain = model_of(rank, 2), model_of(rank, 2)
+  worker.load(worker.hf_views(plain), whole)
+  views, digested = worker.hf_views(model), []
+  count = worker.digest
+  monkeypatch.setattr(worker, 'digest', lambda t: digested.append(t.numel()) or count(t))
+  cuts = worker.known_slices(views, json.loads(json.dumps(slices)))
+  assert cuts.keys() == {name for name, view in views.items() if view.dim is not None}
+  worker.load(views, worker.read_checked(files, str(tmp_path), cuts), cuts)
+  assert_same(snapshot(model), snapshot(plain))
+  assert sum(digested) == sum(view.tensor.numel() for view in views.values())
+  # Of a rank with other slices, only those of keys and values are the same.
+  others = worker.known_slices(worker.hf_views(model_of(1, 4)), slices)
+  assert {name.split('.')[-2] for name in others} == {'k_proj', 'v_proj'}
+
+
+def test_a_byte_of_a_slice_that_differs_is_refused_by_the_rank_that_holds_it(tmp_path, published):
+  whole, files, slices = published
+  name = 'model.layers.1.mlp.down_proj.weight'
+  changed = {n: tensor.contiguous() for n, tensor in whole.items()}
+  changed[name] = changed[name].clone()
+  changed[name][3, -1] += 1  # In the last column, which rank 1 holds.
+  save_file(changed, tmp_path / 'w')
+  for rank in (0, 1):
+    model = model_of(rank, 2)
+    views, before = worker.hf_views(model), snapshot(model)
+    cuts = worker.known_slices(views, slices)
+    if rank == 0:
+      worker.load(views, worker.read_checked(files, str(tmp_path), cuts), cuts)
+      continue
+    with pytest.raises(ValueError, match=f'{name} has digest .* as read, announced was'):
+      worker.read_checked(files, str(tmp_path), cuts)
+    assert_same(snapshot(model), before)
+
+
+def test_slices_of_another_shape_or_dtype_are_not_loaded(published):
+  whole, _, slices = published
+  name = 'model.layers.0.mlp.down_proj.weight'
+  for spoil in (lambda t: t[:, 1:], lambda t: t.double(), lambda t: t[1:]):
+    model = model_of(0, 2)
+    views, before = worker.hf_views(model), snapshot(model)
+    cuts = worker.known_slices(views, slices)
+    tensors = {n: views[n].of(t) if n in cuts else t for n, t in whole.items()}
+    with pytest.raises(ValueError, match=f'{name}: published as'):
+      worker.load(views, {**tensors, name: spoil(tensors[name])}, cuts)
+    assert_same(snapshot(model), before)
 
 
 def test_digests_are_of_what_is_live():
@@ -602,3 +676,161 @@ def test_what_is_loaded_is_what_vllms_own_loaders_load():
   assert ran.returncode == 0, ran.stderr[-3000:]
   # 12 parameters, 2 vocabularies, 15 ranks of six sizes.
   assert ran.stdout.split()[-2:] == ['compared', str(12 * 2 * 15)], ran.stdout
+
+
+# Deltas.
+
+
+@pytest.fixture
+def chain(tmp_path):
+  """(whole tensors of three versions, update with the first and two deltas), as the trainer's own
+  code writes them.
+  """
+  layout = FileLayout({name: tuple(t.shape) for name, t in whole_of().items()}, 'float32')
+  image, random, versions, deltas = Image(layout, 4), np.random.default_rng(0), [], []
+  for step in range(3):
+    tensors = {name: tensor.numpy().copy() for name, tensor in whole_of().items()}
+    if step:
+      tensors = {name: tensor.copy() for name, tensor in versions[-1].items()}
+      for tensor in tensors.values():
+        flat = tensor.reshape(-1)
+        flat[random.random(flat.size) < 0.1] *= -1
+        flat[-1] += 1  # The last element, too.
+    image.begin(compare=step > 0, collect=step > 0)
+    for name, tensor in tensors.items():
+      image.put(name, tensor.reshape(-1).view(np.uint8), layout.offsets[name])
+    if step:
+      arrays, directory = dict(image.arrays()), tmp_path / f'{step}'
+      directory.mkdir()
+      safetensors.numpy.save_file(arrays, directory / 'd')
+      deltas.append(
+        {
+          'before': str(step - 1),
+          'label': str(step),
+          'directory': str(directory),
+          'files': {'d': {name: publication.digest(array) for name, array in arrays.items()}},
+        }
+      )
+    versions.append(tensors)
+  safetensors.numpy.save_file(versions[0], tmp_path / 'w')
+  files = {'w': {name: publication.digest(tensor) for name, tensor in versions[0].items()}}
+  whole = types.SimpleNamespace(
+    directory=str(tmp_path), files=files, slices={}, label='0', deltas=[]
+  )
+  return versions, whole, deltas
+
+
+def parts_of(model):
+  return {name: view.tensor.clone() for name, view in worker.hf_views(model).items()}
+
+
+def wanted_parts(model, tensors):
+  views = worker.hf_views(model)
+  return {name: view.of(torch.from_numpy(tensors[name])) for name, view in views.items()}
+
+
+def update_of(whole=None, *deltas):
+  empty = types.SimpleNamespace(directory='', files={}, slices={}, label='', deltas=[])
+  return types.SimpleNamespace(**{**vars(whole or empty), 'deltas': list(deltas)})
+
+
+@pytest.mark.parametrize(('rank', 'size'), [(0, 1), (0, 2), (1, 2), (3, 4)])
+def test_deltas_lead_every_rank_to_the_same_bits_as_whole_weights(chain, rank, size):
+  versions, whole, deltas = chain
+  for updates in (
+    [update_of(whole), update_of(None, deltas[0]), update_of(None, deltas[1])],
+    [update_of(whole), update_of(None, *deltas)],
+    [update_of(whole, *deltas)],
+    [update_of(whole, deltas[0]), update_of(None, deltas[1])],
+  ):
+    model, receiver = model_of(rank, size), worker.Receiver()
+    for update in updates:
+      receiver.receive(worker.hf_views(model), update)
+    assert receiver.holds == '2'
+    assert_same(parts_of(model), wanted_parts(model, versions[2]))
+    if size == 1:
+      padding = model.get_parameter('model.embed_tokens.weight')[VOCAB:]
+      assert len(padding) and (padding == UNTOUCHED).all()
+
+
+def test_a_delta_needs_the_version_that_it_changes(chain):
+  versions, whole, deltas = chain
+  model, receiver = model_of(), worker.Receiver()
+  views = worker.hf_views(model)
+  before = parts_of(model)
+  with pytest.raises(ValueError, match='applies to 0, this worker holds no known version'):
+    receiver.receive(views, update_of(None, *deltas))
+  assert_same(parts_of(model), before)
+  receiver.receive(views, update_of(whole))
+  for update, words in (
+    (update_of(None, deltas[1]), 'delta refused: it applies to 1, this worker holds 0'),
+    (update_of(None, deltas[0], deltas[0]), 'it applies to 0, this worker holds 1'),
+    (update_of(whole, deltas[1]), 'it applies to 1, this worker holds 0'),
+  ):
+    with pytest.raises(ValueError, match=words):
+      receiver.receive(views, update)
+    assert receiver.holds == '0'
+    assert_same(parts_of(model), wanted_parts(model, versions[0]))
+
+
+def spoil_arrays(kind, arrays):
+  """Arrays of a delta that do not fit the model."""
+  gaps, bits = (next(name for name in arrays if name.endswith(end)) for end in ('/gaps', '/bits'))
+  changed = {
+    'after the end': {gaps: np.r_[np.full(99_999, 255, np.uint8), arrays[gaps]]},
+    'no end': {gaps: np.r_[arrays[gaps], np.uint8(255)]},
+    'no gaps': {gaps: arrays[gaps][:0]},
+    'a value too few': {bits: arrays[bits][:-1]},
+    'a value too many': {bits: np.r_[arrays[bits], np.int32(1)]},
+    'another size': {bits: arrays[bits].astype(np.int16)},
+    'two rows': {gaps: arrays[gaps][None]},
+    'another tensor': {'other/gaps': arrays[gaps], 'other/bits': arrays[bits]},
+    'something else': {'more': arrays[bits]},
+    'bits alone': {gaps: None},
+  }[kind]
+  return {name: array for name, array in {**arrays, **changed}.items() if array is not None}
+
+
+@pytest.mark.parametrize('size', [1, 2])
+@pytest.mark.parametrize(
+  'kind',
+  [
+    *('after the end', 'no end', 'no gaps', 'a value too few', 'a value too many'),
+    *('another size', 'two rows', 'another tensor', 'something else', 'bits alone'),
+  ],
+)
+def test_a_delta_that_does_not_fit_is_refused_before_anything_is_written(
+  chain, tmp_path, kind, size
+):
+  versions, whole, deltas = chain
+  path = tmp_path / '2' / 'd'
+  arrays = spoil_arrays(kind, safetensors.numpy.load_file(path))
+  safetensors.numpy.save_file(arrays, path)
+  files = {'d': {name: publication.digest(array) for name, array in arrays.items()}}
+  model, receiver = model_of(size - 1, size), worker.Receiver()
+  views = worker.hf_views(model)
+  receiver.receive(views, update_of(whole))
+  for update in (
+    update_of(None, deltas[0], {**deltas[1], 'files': files}),
+    update_of(whole, deltas[0], {**deltas[1], 'files': files}),
+  ):
+    with pytest.raises(ValueError, match=r'^delta refused: [^\n]*$'):
+      receiver.receive(views, update)
+    assert receiver.holds == '0'
+    assert_same(parts_of(model), wanted_parts(model, versions[0]))
+  receiver.receive(views, update_of(None, deltas[0]))  # It goes on.
+  assert_same(parts_of(model), wanted_parts(model, versions[1]))
+
+
+def test_an_error_in_the_middle_of_writing_leaves_the_version_unknown(chain, monkeypatch):
+  _, whole, deltas = chain
+  receiver, views = worker.Receiver(), worker.hf_views(model_of())
+  receiver.receive(views, update_of(whole))
+
+  def broken(changes):
+    raise RuntimeError('out of memory')
+
+  monkeypatch.setattr(worker, 'apply', broken)
+  with pytest.raises(RuntimeError):
+    receiver.receive(views, update_of(None, deltas[0]))
+  assert receiver.holds is None

@@ -72,7 +72,7 @@ class Core:
   def __init__(self, backend: Backend, faults: Faults, latency: Latency):
     self.backend, self.faults = backend, faults
     self.calls: set[Call] = set()
-    self.paused = self.dead = False
+    self.paused = self.dead = self.sleeping = False
     self.label = 'default'
     self.prompt_tokens = self.tokens = 0
     self.finished: collections.Counter[str] = collections.Counter()
@@ -133,6 +133,18 @@ class Core:
   def kill(self) -> None:
     self.dead = True
     self.abort()
+
+  async def sleep(self, *, drops: bool) -> None:
+    """Ends all calls; later ones wait for `wake_up`. If `drops`, the weights are lost (level 2)."""
+    await self.pause('abort')
+    self.sleeping = True
+    if drops:
+      await self.load({name: np.zeros_like(held) for name, held in self.backend.tensors.items()})
+
+  def wake_up(self) -> None:
+    """Goes on, with weights that nobody published."""
+    self.sleeping = False
+    self.resume()
 
   async def load(self, tensors: Mapping[str, np.ndarray]) -> None:
     before = self.backend.generation

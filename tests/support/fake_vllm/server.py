@@ -53,6 +53,7 @@ class FakeServer:
     latency: Latency | None = None,
     api_key: str | None = None,
     root: str = MODEL,
+    sleeps: bool = False,
   ):
     """
     Args:
@@ -62,6 +63,8 @@ class FakeServer:
       faults: None = none; the same object can be reached, and changed, as `faults`.
       api_key: wanted on paths that begin with /v1 or /inference, and on no others.
       root: the model's directory, as /v1/models tells it.
+      sleeps: whether it is on a GPU, with --enable-sleep-mode; on CPUs, vLLM only says that it
+        sleeps, and keeps its memory.
     """
     self.faults = Faults() if faults is None else faults
     self.requests: collections.Counter[str] = collections.Counter()
@@ -71,9 +74,10 @@ class FakeServer:
     self.ended = asyncio.Event()
     """Set when the server has died or was closed."""
     self._core = Core(backend, self.faults, latency or Latency())
-    self._worker = Worker(self._core)
+    self._worker = Worker(self._core, device='cuda' if sleeps else 'cpu')
     self._max_model_len, self._vocab_size, self._eos_ids = max_model_len, vocab_size, tuple(eos_ids)
     self._api_key, self._root, self._created = api_key, root, int(time.time())
+    self._sleeps = sleeps
     self._background: set[asyncio.Task] = set()
     self._runner: web.AppRunner | None = None
     self._uds: str | None = None
@@ -96,6 +100,10 @@ class FakeServer:
   @property
   def paused(self) -> bool:
     return self._core.paused
+
+  @property
+  def sleeping(self) -> bool:
+    return self._core.sleeping
 
   @property
   def label(self) -> str:
@@ -191,6 +199,9 @@ class FakeServer:
       ('GET', '/is_paused'): _always(lambda: {'is_paused': self.paused}),
       ('POST', '/pause'): self._pause,
       ('POST', '/resume'): self._resume,
+      ('POST', '/sleep'): self._sleep,
+      ('POST', '/wake_up'): self._wake_up,
+      ('GET', '/is_sleeping'): _always(lambda: {'is_sleeping': self.sleeping}),
       ('POST', '/abort_requests'): self._abort_requests,
       ('POST', '/reset_prefix_cache'): _always(lambda: {'success': True}),
       ('POST', '/init_weight_transfer_engine'): self._init_transfer,
@@ -287,6 +298,18 @@ class FakeServer:
   async def _resume(self, request: web.Request) -> web.Response:
     self._core.resume()
     return to_json({'status': 'resumed'})
+
+  async def _sleep(self, request: web.Request) -> web.Response:
+    level = request.query.get('level', '1')
+    if level not in ('0', '1', '2'):
+      raise invalid('query.level', 'Input should be less than or equal to 2')
+    await self._core.sleep(drops=self._sleeps and level == '2')
+    return to_json({'status': 'sleeping', 'level': int(level)})
+
+  async def _wake_up(self, request: web.Request) -> web.Response:
+    if self.sleeping:
+      self._core.wake_up()
+    return to_json({'status': 'awake', 'tags': None})
 
   async def _abort_requests(self, request: web.Request) -> web.Response:
     names = (await read_json(request)).get('request_ids') or []

@@ -12,6 +12,7 @@ import numpy as np
 
 from fake_vllm.core import Core
 from jaxrl_llm.rollout.vllm.publication import digest, read_checked
+from jaxrl_llm.weights.deltas import apply
 
 
 class WorkerError(Exception):
@@ -21,10 +22,12 @@ class WorkerError(Exception):
 class Worker:
   """What takes the commands about weights."""
 
-  def __init__(self, core: Core):
-    self._core = core
+  def __init__(self, core: Core, *, device: str = 'cpu'):
+    self._core, self._device = core, device
     self._updating = False
     self._writing = asyncio.Lock()
+    self.holds: str | None = None
+    """Label of the version that is loaded."""
 
   def start(self) -> None:
     if self._updating:
@@ -41,13 +44,14 @@ class Worker:
         raise WorkerError('start_weight_update must be called before update_weights.')
       held, stale = self._core.backend.tensors, self._core.faults.stale
       try:
-        tensors = await asyncio.to_thread(_read, info, held)
+        tensors, label = await asyncio.to_thread(_read, info, held, self.holds)
       except ValueError as error:
         self._updating = False
         raise WorkerError(str(error)) from None
       if stale is not None:
         tensors[stale] = held[stale]
       await self._core.load(tensors)
+      self.holds = label
 
   def finish(self) -> None:
     if not self._updating:
@@ -66,15 +70,17 @@ class Worker:
         name: {'shape': list(tensor.shape), 'dtype': tensor.dtype.name, 'slice': None}
         for name, tensor in held.items()
       }
-      return {'tensors': tensors, 'threads': 1, 'device': 'cpu'}
+      return {'tensors': tensors, 'threads': 1, 'device': self._device}
     raise WorkerError(f"'CPUWorker' object has no attribute '{method}'")
 
 
-def _read(info: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """The tensors of an update; ValueError, in the worker's words, for what `rollout.vllm.worker`
-  would refuse.
+def _read(
+  info: Mapping[str, Any], held: Mapping[str, np.ndarray], label: str | None
+) -> tuple[dict[str, np.ndarray], str | None]:
+  """The tensors of an update, and their label; ValueError, in the worker's words, for what
+  `rollout.vllm.worker` would refuse.
   """
-  unknown = sorted(set(info) - {'directory', 'files'})
+  unknown = sorted(set(info) - {'directory', 'files', 'label', 'deltas'})
   if unknown:
     raise ValueError(
       'Invalid update_info for FileTransferEngine: _install.<locals>.UpdateInfo.__init__() got an '
@@ -82,12 +88,18 @@ def _read(info: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> dict[str, 
       f"argument '{unknown[0]}'"
     )
   files, directory = info.get('files', {}), info.get('directory', '')
-  listed = isinstance(files, dict) and all(isinstance(digests, dict) for digests in files.values())
+  listed = isinstance(files, dict) and all(
+    isinstance(digests, dict) and all(isinstance(text, str) for text in digests.values())
+    for digests in files.values()
+  )
   if not listed or not isinstance(directory, str):
     raise ValueError(
       'update_info: wanted directory as text, and files as digests of tensors by file'
     )
-  tensors = read_checked(files, directory)
+  if files or not info.get('deltas'):
+    tensors, label = read_checked(files, directory), info.get('label')
+  else:
+    tensors = dict(held)
   if set(tensors) != set(held):
     missing, more = sorted(set(held) - set(tensors)), sorted(set(tensors) - set(held))
     raise ValueError(
@@ -100,4 +112,13 @@ def _read(info: Mapping[str, Any], held: Mapping[str, np.ndarray]) -> dict[str, 
         f'{name}: published as {found.shape} torch.{found.dtype.name}, the model has '
         f'{tensor.shape} torch.{tensor.dtype.name}'
       )
-  return tensors
+  tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
+  for delta in info.get('deltas', ()):
+    if label is None or delta['before'] != label:
+      raise ValueError(
+        f'delta refused: it applies to {delta["before"]}, this worker holds '
+        f'{label or "no known version"}'
+      )
+    apply(tensors, read_checked(delta['files'], delta['directory']))
+    label = delta['label']
+  return tensors, label

@@ -22,7 +22,7 @@ from typing import Any
 
 from .channel import Channel, ChannelClosed
 from .exchange import OPERATIONS, Message, Peer
-from .values import STANDARD_TYPES, TYPE_NAMES, base_of
+from .values import STANDARD_TYPES, TYPE_NAMES, base_of, is_array
 
 FILE = '<program>'
 _REDIRECTING = {'stdout': contextlib.redirect_stdout, 'stderr': contextlib.redirect_stderr}
@@ -42,7 +42,7 @@ def run_program(source: str, name: str) -> dict[str, Any]:
 
 
 def lines_of(error: BaseException) -> str:
-  """Returns the end of the error's traceback, reduced to the program's own frames."""
+  """Returns the end of the error's traceback, without frames outside the program."""
   shown = traceback.TracebackException.from_exception(error, limit=-4)
   shown.stack = traceback.StackSummary.from_list(
     [frame for frame in shown.stack if frame.filename == FILE]
@@ -82,7 +82,7 @@ def _describe(thing: Any) -> dict[str, Any]:
 
 def _mutable(values: list[Any]) -> list[int]:
   kinds = (list, dict, set, bytearray, collections.deque)
-  return [i for i, value in enumerate(values) if isinstance(value, kinds)]
+  return [i for i, value in enumerate(values) if isinstance(value, kinds) or is_array(value)]
 
 
 def _exception_of(kinds: list[str], text: str) -> BaseException:
@@ -110,7 +110,7 @@ class Candidate:
     self._peer = Peer(channel, self._answer, self._callback)
     self._callbacks: dict[int, Any] = {}
     self._turn = threading.RLock()
-    """Held during a call of a function of the tests, so that only one such call runs at a time."""
+    """Lock held while a function of the tests runs, so that only one such call runs at a time."""
     self._theirs: list[tuple[BaseException, int]] = []
     """Exceptions raised by the tests' functions, each with its number in the tests' process."""
     self._loop: Any = None

@@ -24,7 +24,7 @@ from .channel import Channel, ChannelClosed
 from .exchange import Message, Peer
 from .names import raises_by_itself, read_names, with_identity
 from .remote import Origin, Remote, is_same, is_suspect, remote_class
-from .values import STANDARD_TYPES, TYPE_NAMES, Undecodable
+from .values import STANDARD_TYPES, TYPE_NAMES, Undecodable, is_array
 
 _ALIASED = frozenset({
   *('bisect', 'calendar', 'cmath', 'collections', 'copy',
@@ -34,6 +34,12 @@ _ALIASED = frozenset({
 })  # fmt: skip
 """Modules that only compute and are therefore harmless. Tests may use them under the names by which
 the program imports them (`import datetime as dt`).
+"""
+_LIBRARIES = {
+  'np': 'numpy', 'numpy': 'numpy', 'pd': 'pandas', 'pandas': 'pandas', 'sympy': 'sympy',
+}  # fmt: skip
+"""Libraries that may have been loaded before sandboxes were forked, keyed by the names under which
+tests use them without an import.
 """
 _GROUPS = {'ExceptionGroup', 'BaseExceptionGroup'}
 """Exception classes that cannot be constructed from a text. If the program raises one of them, the
@@ -66,7 +72,7 @@ _MOST_RAISED = 1000
 objects alive.
 """
 _SHOWN = '_shown'
-"""Attribute of an exception that holds its text, if its arguments do not determine the text."""
+"""Attribute of an exception that stores its text if its arguments do not determine the text."""
 
 
 class ProgramError(BaseException):
@@ -99,7 +105,7 @@ class Examiner:
     self._turn = threading.RLock()
     self.changes = 0
     self._raised: list[Exception] = []
-    """Exceptions that functions of the tests raised when the program called these functions. If the
+    """Exceptions that functions of the tests raised when the program called them. If the
     program does not catch such an exception, the tests get the same exception back.
     """
     self._failure: BaseException | None = None
@@ -114,6 +120,9 @@ class Examiner:
     self._tests = tests
     self._names = read_names(tests, self._entry_point)
     namespace = {'__name__': 'tests', _IS_SAME: is_same}
+    namespace |= {
+      name: sys.modules[library] for name, library in _LIBRARIES.items() if library in sys.modules
+    }
     try:
       namespace.update(self._named())
     except Exception as error:
@@ -190,10 +199,10 @@ class Examiner:
     if name in self._names.standard:
       return getattr(importlib.import_module(self._names.standard[name]), name)
     description = packed if isinstance(packed, dict) else {}
-    if description.get('module') in _ALIASED and 'ref' in description:
+    if _is_harmless(description.get('module')) and 'ref' in description:
       return importlib.import_module(description['module'])
     if (
-      description.get('standard') in _ALIASED
+      _is_harmless(description.get('standard'))
       and 'ref' in description
       and name != self._entry_point
       and not name.startswith('_')
@@ -211,8 +220,9 @@ class Examiner:
     return remote._remote_class in self._classes
 
   def compares(self, left: Remote, right: Remote) -> bool:
-    """Whether the program's own operators, such as `==`, may compare two of its objects. This
-    requires that the tests name the classes of both objects and have created at least one of them.
+    """Returns whether the program's own operators, such as `==`, may compare two of its objects.
+    The tests must name the classes of both objects and must have created at least one of the
+    objects.
     """
     made = {Origin.MADE, Origin.COMPUTED, Origin.NAMED} & {
       left._remote_origin,
@@ -221,7 +231,9 @@ class Examiner:
     return bool(made) and self.is_of_named_class(left) and self.is_of_named_class(right)
 
   def suppressible(self, error: BaseException) -> bool:
-    """Whether the tests raised the error on purpose, so that context managers may suppress it."""
+    """Returns whether the tests raised the error on purpose, so that context managers may suppress
+    it.
+    """
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
       place = place.tb_next
@@ -458,6 +470,15 @@ def _standard_exception(kinds: list[str]) -> type[Exception] | None:
   return None
 
 
+def _is_harmless(module: Any) -> bool:
+  """Returns whether the tests may use the module under the name by which the program imports it."""
+  return module in _ALIASED or (
+    isinstance(module, str)
+    and module in sys.modules
+    and module.partition('.')[0] in _LIBRARIES.values()
+  )
+
+
 def _in_parts(items: Iterator[Any]) -> Callable[[], list[Any]]:
   """Returns a function whose calls return the next items as lists, and an empty list at the end.
 
@@ -485,6 +506,9 @@ def _replace(old: Any, new: Any) -> None:
   elif isinstance(old, (dict, set)):
     old.clear()
     old.update(new)
+  elif is_array(old):
+    if (old.shape, old.dtype) == (new.shape, new.dtype):
+      old[...] = new
   elif hasattr(old, 'extendleft'):
     old.clear()
     old.extend(new)

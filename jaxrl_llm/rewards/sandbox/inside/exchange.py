@@ -97,7 +97,7 @@ class Peer:
       self._channel.send(self._answer(message))
 
   def serve(self) -> None:
-    """Answers requests. Raises ChannelClosed when the other end is gone."""
+    """Answers requests. Raises ChannelClosed when the other end closes the channel."""
     while True:
       self._channel.send(self._answer(self._channel.receive()))
 

@@ -176,7 +176,7 @@ def drop_capabilities() -> None:
 
 _Step = tuple[str, int, str, str] | tuple[str, int]
 """A step of the filter: (operation, operand). A jump also has two labels: the target if its
-condition holds, and the target otherwise. The label '' stands for the next step.
+condition is true, and the target otherwise. An empty label refers to the next step.
 """
 _OPERATIONS = {'load': 0x20, 'equal': 0x15, 'at least': 0x35, 'and': 0x54, 'answer': 0x06}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -186,7 +186,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32, 40, 48, 56)
 
 
 def _filter(machine: str) -> list[str | _Step]:
-  """Returns the steps of the seccomp filter; a label precedes the step that it marks."""
+  """Returns the steps of the seccomp filter, with a label before each jump target."""
   denied = sorted({**_DENIED[machine], **_DENIED_EVERYWHERE}.values())
   shared = _MAP_SHARED | _MAP_ANONYMOUS
   return [
@@ -224,7 +224,7 @@ def _filter(machine: str) -> list[str | _Step]:
     ('equal', _F_SETLEASE, 'deny', ''),
     ('equal', _F_NOTIFY, 'deny', 'allow'),
     'clone',
-    ('load', _ARGUMENTS[0]),  # The flags.
+    ('load', _ARGUMENTS[0]),  # Loads the call's flags.
     ('and', CLONE_NEWUSER),
     ('equal', 0, 'allow', 'deny'),
     'done',
@@ -232,7 +232,7 @@ def _filter(machine: str) -> list[str | _Step]:
     'unknown',
     ('answer', _ERRNO | _ENOSYS),  # The C library then falls back to clone.
     'mmap',
-    ('load', _ARGUMENTS[3]),  # The flags.
+    ('load', _ARGUMENTS[3]),  # Loads the call's flags.
     ('and', shared),
     ('equal', shared, 'deny', 'allow'),
     'option',
@@ -241,7 +241,7 @@ def _filter(machine: str) -> list[str | _Step]:
     ('load', _ARGUMENTS[2]),
     ('equal', _SO_SNDBUF, 'deny', 'allow'),
     'socket',
-    ('load', _ARGUMENTS[0]),  # The family.
+    ('load', _ARGUMENTS[0]),  # Loads the call's address family.
     *(('equal', family, 'allow', '') for family in _FAMILIES.values()),
     ('answer', _ERRNO | _EAFNOSUPPORT),
     'deny',

@@ -53,10 +53,10 @@ class Names:
   called: frozenset[str]
 
   def is_class(self, name: str) -> bool:
-    """Whether a name means a class in the tests.
+    """Returns whether the tests use a name as that of a class.
 
-    The name must be capitalised, and the tests must not use it as a function. A name
-    that is all in capital letters means a constant, unless the tests call it.
+    The name must be capitalised, and the tests must not use it as a function. A name in capital
+    letters only counts as a constant, unless the tests call it.
     """
     written = _CLASS_NAME.fullmatch(name) is not None and (
       name in self.called or not name.isupper()
@@ -82,11 +82,11 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
   for node in nodes:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
       name = node.value.id
-      # Such a name means the module, even if the tests import it only later.
+      # Such a name refers to the module, even if the tests import it only later.
       if name in sys.stdlib_module_names and name != entry_point:
         modules.setdefault(name, set()).add(node.attr)
-  # If the tests use another name that only the program can define, built-in names mean Python's own
-  # functions.
+  # If the tests use another name that only the program can define, built-in names refer to Python's
+  # own functions.
   free = wanted - bound - modules.keys()
   of_program = {entry_point} if entry_point else free
   ambiguous = set() if of_program else {name for tree in trees for name in _called_builtin(tree)}
@@ -236,7 +236,7 @@ def _is_plain(node: ast.AST) -> bool:
 
 
 def _has_constants(display: ast.AST) -> bool:
-  """Whether a display (the source of a list, tuple, set or dict, such as `[1, x]`) contains
+  """Returns whether a display (the source of a list, tuple, set or dict, such as `[1, x]`) contains
   constants, at any depth. Of a dict, only the keys count.
   """
   nodes = [display]
@@ -252,7 +252,9 @@ def _has_constants(display: ast.AST) -> bool:
 
 
 def _is_identity(node: ast.AST) -> bool:
-  """Whether the node is `left is right` or `left is not right`, and neither side is a constant."""
+  """Returns whether the node is `left is right` or `left is not right`, and neither side is a
+  constant.
+  """
   return (
     isinstance(node, ast.Compare)
     and len(node.ops) == 1
@@ -274,16 +276,17 @@ def with_identity(test: str, function: str) -> ast.Module:
     call = ast.copy_location(
       ast.Call(func=name, args=[node.left, *node.comparators], keywords=[]), node
     )
-    # The comparison becomes `True is f(left, right)`; comparisons with constants stay as they are.
+    # The comparison becomes `True is f(left, right)`. Comparisons with constants are left
+    # unchanged.
     node.left, node.comparators = ast.copy_location(ast.Constant(value=True), node), [call]
   return tree
 
 
 def raises_by_itself(test: str, line: int) -> bool:
-  """Whether an exception at `line` cannot come from the program.
+  """Returns whether an exception at `line` cannot come from the program.
 
-  This holds for a `raise` statement, and for an expression in which all names are those of
-  built-ins.
+  This is the case for a `raise` statement, and for an expression that contains no names except
+  those of built-ins.
   """
   statements = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.stmt)]
   covering = [

@@ -83,7 +83,7 @@ _COMPARISONS = frozenset({
 
 
 def is_suspect(name: str) -> bool:
-  """Whether built-in types have a method of this name, or the name suggests a comparison."""
+  """Returns whether the name is that of a method of built-in types, or suggests a comparison."""
   bare = name.lower().replace('_', '')
   short = bare.removesuffix('to').removesuffix('with')
   forms = {form.removeprefix(prefix) for form in (bare, short) for prefix in ('', 'is')}
@@ -103,18 +103,22 @@ class ProgramConnection(Protocol):
   def pack(self, value: Any) -> Any: ...
 
   def is_of_named_class(self, remote: Remote) -> bool:
-    """Whether the source of the tests mentions the class of the object `remote` by its name."""
+    """Returns whether the source of the tests mentions the class of the object `remote` by its
+    name.
+    """
     ...
 
   def compares(self, left: Remote, right: Remote) -> bool:
-    """Whether the program's own operators, such as `==`, may compare two of its objects. This
-    requires that the source of the tests mentions the classes of both objects, and that the tests
-    have created at least one of the two.
+    """Returns whether the program's own operators, such as `==`, may compare two of its objects.
+    This requires that the source of the tests mentions the classes of both objects, and that the
+    tests have created at least one of the two.
     """
     ...
 
   def suppressible(self, error: BaseException) -> bool:
-    """Whether `__exit__` may suppress this exception, which left a `with` block of the tests."""
+    """Returns whether `__exit__` may suppress this exception, which left a `with` block of the
+    tests.
+    """
     ...
 
 
@@ -167,7 +171,7 @@ class Remote:
     value = self._remote_program.value(
       {'do': 'get', 'of': self._remote_number, 'name': name, **whole}, origin, name
     )
-    if suspect and (_is_remote(value) or callable(value)):  # Exception classes are no proxies.
+    if suspect and (_is_remote(value) or callable(value)):  # Exception classes are not proxies.
       raise AttributeError(
         f'{name} of a {self._remote_class!r} object, which stands where a value was wanted'
       )
@@ -232,7 +236,7 @@ class Remote:
     return value is NotImplemented or bool(value)
 
   def __instancecheck__(self, thing: Any) -> bool:
-    """Whether `thing` is an instance of this class.
+    """Returns whether `thing` is an instance of this class.
 
     A plain value is an instance of none of the program's own classes.
     """
@@ -255,7 +259,7 @@ def _is_remote(thing: Any) -> bool:
 
 
 def is_same(left: Any, right: Any) -> bool:
-  """Whether two proxies represent the same object of the program.
+  """Returns whether two proxies represent the same object of the program.
 
   For things that are no proxies, returns `left is right`.
   """

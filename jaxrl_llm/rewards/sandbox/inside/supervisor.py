@@ -5,7 +5,7 @@ Invariants: the supervisor runs no untrusted code itself, and no process of the 
 supervisor, which ends when the host closes the control socket. The program's process is forked
 before the tests arrive. Its only descriptors are its input, its output and the socket to the tests'
 process, and it cannot inspect its parent or the tests' process. Expected outputs never enter the
-sandbox, because outputs are compared on the host.
+program's sandbox, because outputs are compared on the host, or by a checker in another sandbox.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ nothing by faking them.
 _LOOK_S = 0.02
 """Seconds between checks of the number of processes and their memory."""
 _LAST_WORDS_S = 1.0
-"""Seconds that a program's process may take to end after it has closed its connection to the
+"""Maximum seconds for a program's process to end after it has closed its connection to the
 tests.
 """
 _REPORT_BYTES = 64 << 20
@@ -49,7 +49,7 @@ _TAIL = 2000
 """Number of characters that are reported from the end of standard error."""
 _PAGE = os.sysconf('SC_PAGE_SIZE')
 _SOCKET = 1 << 18
-"""Estimated memory of a socket in bytes. By default, Linux buffers up to 212,992 unread bytes."""
+"""Estimated memory of a socket in bytes. Linux buffers up to 212,992 unread bytes by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LimitsMessage:
   """Resource limits in the form that `sandbox.Limits.message` sends."""
 
   wall_s: float
-  cpu_s: int
+  cpu_s: float
   memory_bytes: int
   processes: int
   files: int
@@ -111,11 +111,11 @@ class Supervisor:
       self._control.send(self._run_tests(task['program']))
     while True:
       given = self._control.receive()
-      self._control.send(self._run_once(task['program'], given['stdin']))
+      self._control.send(self._run_once(task['program'], given['stdin'], given.get('limits', {})))
 
-  def _open_run(self, pipes: list[_Pipe]) -> _Run:
+  def _open_run(self, pipes: list[_Pipe], limits: LimitsMessage | None = None) -> _Run:
     return _Run(
-      self._limits,
+      limits or self._limits,
       self._deadline,
       pipes,
       usage=self._usage,
@@ -124,7 +124,19 @@ class Supervisor:
       proc=self._proc,
     )
 
-  def _run_once(self, program: str, stdin: str) -> dict[str, Any]:
+  def _run_once(self, program: str, stdin: str, lower: dict[str, float]) -> dict[str, Any]:
+    """Runs the program once. Returns a message that describes how it ended; its entry `spent` is
+    True if no time is left for further runs.
+
+    Args:
+      lower: limits of this run. A limit has no effect if it is above the general one.
+    """
+    cpu_s = self._usage.used_s + lower.get('cpu_s', math.inf)
+    limits = dataclasses.replace(
+      self._limits,
+      cpu_s=min(self._limits.cpu_s, cpu_s),
+      memory_bytes=min(self._limits.memory_bytes, lower.get('memory_bytes', math.inf)),
+    )
     given = os.memfd_create('stdin', os.MFD_ALLOW_SEALING)
     with open(given, 'wb', closefd=False) as file:
       file.write(stdin.encode('utf-8', 'surrogatepass'))
@@ -133,13 +145,27 @@ class Supervisor:
     os.lseek(given, 0, os.SEEK_SET)
     output, error = (_Pipe(self._limits.output_bytes) for _ in range(2))
     pid = self._fork(
-      lambda: run_program(program, '__main__'), stdin=given, stdout=output, stderr=error
+      lambda: run_program(program, '__main__'),
+      stdin=given,
+      stdout=output,
+      stderr=error,
+      limits=limits,
     )
     os.close(given)
-    run = self._open_run([output, error])
+    run = self._open_run([output, error], limits)
     run.wait_for(pid)
     run.finish()
-    return {**run.ended[pid], 'stdout': output.text(), 'stderr': error.text()[-_TAIL:]}
+    ended = run.ended[pid]
+    # Reaching a lower limit of this run leaves time for further runs; reaching the general limit
+    # does not.
+    lowered = limits.cpu_s < self._limits.cpu_s and self._usage.used_s < self._limits.cpu_s
+    spent = ended['ended'] == 'wall' or (ended['ended'] == 'cpu' and not lowered)
+    return {
+      **ended,
+      'stdout': output.text(),
+      'stderr': error.text()[-_TAIL:],
+      'spent': spent,
+    }
 
   def _run_tests(self, program: str) -> dict[str, Any]:
     output, errors = (_Pipe(self._limits.output_bytes) for _ in range(2))
@@ -177,8 +203,8 @@ class Supervisor:
     if finished and error and error['gone']:
       run.wait_for(candidate, _LAST_WORDS_S)
     run.finish()
-    # If the tests did not finish (killed, or over a limit), the ending of their own process is
-    # reported.
+    # If the tests did not finish (killed, or over a limit), the report describes how the tests' own
+    # process ended.
     ended = run.ended.get(candidate, {'ended': 'ok'}) if finished else run.ended[examining]
     return {
       **ended,
@@ -196,6 +222,7 @@ class Supervisor:
     stdin: int | None = None,
     keep: tuple[int, ...] = (),
     untrusted: bool = True,
+    limits: LimitsMessage | None = None,
   ) -> int:
     pid = os.fork()
     if pid:
@@ -214,13 +241,12 @@ class Supervisor:
         os.chdir('/tmp')
       if untrusted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-      self._confine(untrusted)
+      self._confine(untrusted, limits or self._limits)
       code = _exit_code(work)
     finally:
       os._exit(code)
 
-  def _confine(self, untrusted: bool) -> None:
-    limits = self._limits
+  def _confine(self, untrusted: bool, limits: LimitsMessage) -> None:
     kernel.die_with_parent(signal.SIGKILL)
     os.setsid()
     # Each process has its own limit, in addition to the limit on all processes together.
@@ -235,7 +261,7 @@ class Supervisor:
       ('MEMLOCK', 0, 0),
     ):
       _limit(name, soft, hard)
-    if self._alone:  # Outside a PID namespace, the user's other processes would count, too.
+    if self._alone:  # Outside a PID namespace, the user's other processes would also count.
       _limit('NPROC', limits.processes, limits.processes)
     kernel.gain_nothing()
     kernel.set_inspectable(untrusted)
@@ -307,7 +333,7 @@ class _Run:
     self._usage, self._proc = usage, proc
     self._pipes = {pipe.reader: pipe for pipe in pipes}
     self._reason: str | None = None
-    """Name of the limit because of which all processes were killed; None if no limit was
+    """Name of the limit that was exceeded, so that all processes were killed; None if no limit was
     exceeded.
     """
     self._poll = select.poll()
@@ -399,7 +425,7 @@ class _Run:
     return {'ended': named.get(code, 'exit'), 'code': code}
 
   def _kill_all(self) -> None:
-    # PID -1 means all processes at once, including those that fork meanwhile.
+    # PID -1 addresses all processes at once, including those that fork meanwhile.
     _kill([-1] if self._alone else self._proc.processes())
 
 
@@ -410,7 +436,7 @@ def _kill(pids: list[int]) -> None:
 
 
 def _limit(name: str, soft: int, hard: int) -> None:
-  """Sets a resource limit. Values above the hard limit in force are lowered to that limit."""
+  """Sets a resource limit. Values above the current hard limit are lowered to it."""
   number = getattr(resource, f'RLIMIT_{name}')
   granted = resource.getrlimit(number)[1]
   if granted != resource.RLIM_INFINITY:
@@ -459,10 +485,10 @@ def _exit_code(work: Callable[[], Any]) -> int:
 def _flush_files() -> None:
   """Flushes files that the program has not closed, as Python does at exit."""
   variables = getattr(sys.modules.get('__main__'), '__dict__', {})
-  for thing in [sys.__stdout__, sys.__stderr__, *variables.values()]:
-    if issubclass(type(thing), io.IOBase):
+  for value in [sys.__stdout__, sys.__stderr__, *variables.values()]:
+    if issubclass(type(value), io.IOBase):
       with contextlib.suppress(BaseException):
-        thing.flush()
+        value.flush()
 
 
 def supervise(connection: socket.socket, *, alone: bool, proc: str = '/proc') -> None:

@@ -1,4 +1,4 @@
-"""Measures a program's processor time, and the time for which it waits for a processor on a busy
+"""Measures a program's processor time, and the time that it waits for a processor on a busy
 machine.
 
 Invariant: a program cannot make its own delays look like those of a busy machine. A thread of the
@@ -92,14 +92,18 @@ class Usage:
     return sum(max(0.0, look.thread_waited_s - (run_s - look.thread_used_s)) for look in longest)
 
   def is_starved(self, wall_s: float) -> bool:
-    """Whether a program reached its wall-clock limit because other processes had the processors."""
+    """Returns whether a program reached its wall-clock limit because other processes had the
+    processors.
+    """
     waited_s = self._waited_before_s + self._waited_s()
     idle_s = wall_s - self.used_s - waited_s
     return waited_s >= _LEAST_WAIT * wall_s and idle_s <= _MOST_IDLE * wall_s
 
 
 def _look(process: pathlib.Path, nice: int) -> tuple[int, _Look]:
-  """Returns a process's start time and its snapshot. Raises OSError if the process is gone."""
+  """Returns a process's start time and its snapshot. Raises OSError if the process no longer
+  exists.
+  """
   # The file is read as bytes, because it contains the process's name, which can be any bytes.
   fields = (process / 'stat').read_bytes().rpartition(b')')[2].split()
   user, system, child_user, child_system = (int(field) * _TICK_S for field in fields[11:15])

@@ -14,7 +14,9 @@ import datetime
 import decimal
 import fractions
 import functools
+import math
 import pathlib
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,9 +53,9 @@ _MAKERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple]]] = {
   'UUID': (uuid.UUID, lambda number: (str(number),)),
 }
 _UNCOMMON = (pathlib.PosixPath, uuid.UUID)
-"""Types that are left out of `STANDARD_TYPES`. `remote.is_suspect` forbids the method names of the
-types there, and a program's own objects may well have methods with their names, such as `match` and
-`open`.
+"""Types that are left out of `STANDARD_TYPES`. `remote.is_suspect` forbids the method names of all
+types in `STANDARD_TYPES`, but methods of these types have common names, such as `match` and `open`,
+which a program's own objects may well use.
 """
 _VIEWS = {type(getattr({}, name)()): f'dict_{name}' for name in ('keys', 'values', 'items')}
 _KINDS = {maker: name for name, (maker, _) in _MAKERS.items() if isinstance(maker, type)} | _VIEWS
@@ -100,6 +102,53 @@ def base_of(kind: type) -> type | None:
   return next((base for base in _BASES if issubclass(kind, base)), None)
 
 
+_NUMPY_TYPES = ('bool', *(f'{sign}int{bits}' for sign in ('', 'u') for bits in (8, 16, 32, 64)),
+                'float16', 'float32', 'float64', 'complex64', 'complex128', 'str')  # fmt: skip
+"""Names of the types of NumPy arrays and scalars that are sent as values."""
+
+
+def _numpy_type(value: Any) -> str | None:
+  """Returns the type of a NumPy array or scalar that is sent as a value, or None."""
+  numpy = sys.modules.get('numpy')
+  if numpy is None or type(value).__module__ != 'numpy':
+    return None
+  kind = type(value)
+  if kind is not numpy.ndarray and not issubclass(kind, numpy.generic):
+    return None
+  name = 'str' if value.dtype.kind == 'U' else value.dtype.name
+  return name if name in _NUMPY_TYPES else None
+
+
+def is_array(value: Any) -> bool:
+  """Returns whether the value is a NumPy array that is sent as a value."""
+  return type(value).__name__ == 'ndarray' and _numpy_type(value) is not None
+
+
+def _numpy_message(value: Any, kind: str) -> dict[str, Any]:
+  items = value.reshape(-1).tolist()
+  if kind.startswith('complex'):
+    items = [part for item in items for part in (item.real, item.imag)]
+  shape = [] if value.ndim == 0 else list(value.shape)
+  form = 'array' if type(value).__name__ == 'ndarray' else 'scalar'
+  return {form: kind, 'shape': shape, 'of': items}
+
+
+def _numpy_value(kind: str, shape: list[Any], items: list[Any], *, scalar: bool) -> Any:
+  """Rebuilds a NumPy array or scalar. Raises ValueError or TypeError for other parts."""
+  numpy = sys.modules.get('numpy')
+  wanted = {'bool': bool, 'str': str}.get(kind, int if 'int' in kind else float)
+  if numpy is None or kind not in _NUMPY_TYPES or not all(type(item) is wanted for item in items):
+    raise ValueError(f'no array of type {kind!r}')
+  if not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 32:
+    raise ValueError(f'no array of shape {shape!r:.100}')
+  if kind.startswith('complex'):
+    items = [complex(*pair) for pair in zip(items[::2], items[1::2], strict=True)]
+  if len(items) != math.prod(shape):
+    raise ValueError(f'{len(items)} items in an array of shape {shape!r:.100}')
+  array = numpy.array(items, dtype=kind).reshape(shape)
+  return array[()] if scalar and not shape else array
+
+
 class Undecodable(Exception):
   """A message that cannot be decoded."""
 
@@ -112,6 +161,8 @@ def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:
   kind = type(value)
   if kind in _PLAIN:
     return value
+  if (numpy_type := _numpy_type(value)) is not None:
+    return _numpy_message(value, numpy_type)
   if kind in _KINDS:
     name = _KINDS[kind]
     if name in ('time', 'datetime') and type(value.tzinfo) not in (type(None), datetime.timezone):
@@ -165,6 +216,10 @@ def decode(message: Any, resolve: Callable[[dict[str, Any]], Any]) -> Any:
           for item, field in zip(items, fields, strict=True)
         ]
         return _named_tuple(name, tuple(fields))(*(decode(part, resolve) for part in parts))
+      case {'array': str(kind), 'shape': list(shape), 'of': list(items)}:
+        return _numpy_value(kind, shape, items, scalar=False)
+      case {'scalar': str(kind), 'shape': [], 'of': list(items)}:
+        return _numpy_value(kind, [], items, scalar=True)
       case {'int': str(digits)}:
         return int(digits, 16)
       case {'bytes': str(digits)}:

@@ -130,6 +130,14 @@ def _build_root(readable: list[str]) -> None:
   for path in [*readable, *(f'/dev/{name}' for name in _DEVICES)]:
     if not os.path.islink(path):
       kernel.make_read_only(path, recursive=True)
+  # For libraries that write when they are loaded. Each sandbox mounts its own over it.
+  kernel.mount(
+    'tmpfs',
+    '/tmp',
+    'tmpfs',
+    kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC,
+    'size=16m,mode=1777',
+  )
 
 
 def _make_file(path: str) -> None:
@@ -206,14 +214,18 @@ def _start(connection: socket.socket, tmp_bytes: int, *, isolated: bool) -> int:
 
 
 def _serve(requests: socket.socket, options: dict[str, Any]) -> None:
-  """Starts a sandbox for each request, until the process that sends requests is gone."""
-  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps children.
+  """Starts a sandbox for each request, until the process that sends requests has exited."""
+  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel then reaps children automatically.
   while True:
     _, descriptors, _, _ = socket.recv_fds(requests, 1, 1)
     if not descriptors:
       return
     with socket.socket(fileno=descriptors[0]) as connection:
       _start(connection, options['tmp_bytes'], isolated=options['isolated'])
+
+
+def _preload(options: dict[str, Any]) -> None:
+  exec(options['preload'], {'__name__': 'preload'})
 
 
 def main(options: dict[str, Any]) -> None:
@@ -233,15 +245,12 @@ def main(options: dict[str, Any]) -> None:
   site.setquit()  # Defines exit, quit and help, as Python does when it starts with `site`.
   site.sethelper()
   sys.path += options['path']
-  try:
-    exec(options['preload'], {'__name__': 'preload'})
-  except ImportError as error:
-    if options['once']:
-      Channel(requests).send({'failed': str(error)})
-    else:
-      requests.sendall(str(error).encode())
-    return
   if options['once']:
+    try:
+      _preload(options)
+    except ImportError as error:
+      Channel(requests).send({'failed': str(error)})
+      return
     supervise(requests, alone=True)
   try:
     if options['isolated']:
@@ -261,7 +270,9 @@ def main(options: dict[str, Any]) -> None:
     # Orphaned processes, among them the first processes of sandboxes, are reaped here, because the
     # init process of some hosts does not do so.
     kernel.adopt_orphans()
-  except OSError as error:
+    # Libraries load within the root, so that they find no package that programs cannot read.
+    _preload(options)
+  except (OSError, ImportError) as error:
     requests.sendall(str(error).encode())
     return
   gc.freeze()

@@ -116,8 +116,8 @@ def _letters(text: str) -> frozenset[str]:
 
 
 def choices_agree(truth: str, answer: str, choices: Mapping[str, str] | None) -> bool | None:
-  """Whether the answer names exactly the letters that the truth names. None if the truth names no
-  letter.
+  """Returns whether the answer names exactly the letters that the truth names. Returns None if the
+  truth names no letter.
   """
   wanted, got = parse_choice(truth, choices), parse_choice(answer, choices)
   return None if wanted is None else wanted == got

@@ -37,7 +37,9 @@ class ChosenOptions(NamedTuple):
 
 
 def choose(truths: Iterable[str | None]) -> ChosenOptions:
-  """Chooses the options for tasks with these truths. None stands for a task without a truth."""
+  """Chooses the options for tasks with these truths. A truth of None belongs to a task without a
+  truth.
+  """
   given = sorted({truth for truth in truths if truth and truth.strip()})
   if not given:
     return ChosenOptions({'mode': 'latex', 'extraction': ANYWHERE}, 'no task has a truth')
@@ -66,5 +68,5 @@ def choose(truths: Iterable[str | None]) -> ChosenOptions:
 
 
 def _is_words(text: str) -> bool:
-  """Whether the text has at least two letters and no mathematical symbol."""
+  """Returns whether the text has at least two letters and no mathematical symbol."""
   return sum(map(str.isalpha, text)) > 1 and not _MATHEMATICAL.search(text)

@@ -19,7 +19,7 @@ _EXPLOSIVE = re.compile(
 
 
 def explodes(text: str) -> bool:
-  """Whether evaluating a text could take hours.
+  """Returns whether evaluating a text could take hours.
 
   This is assumed if the text has power towers, numbers of at least 400 digits, brackets nested
   deeper than `MAX_DEPTH`, factorials of factorials, or an exponent or factorial of at least five

@@ -45,8 +45,8 @@ def _points(names: Sequence[str], seed: str) -> list[tuple[dict[str, Fraction], 
 def _compared(
   a: Formula, b: Formula, seed: str, test: Callable[[Value, Value], bool]
 ) -> bool | None:
-  """Whether `test` holds at every sample point at which both formulas have a value. None if there
-  are too few such points.
+  """Returns whether `test` holds at every sample point at which both formulas have a value. Returns
+  None if there are too few such points.
   """
   names = sorted(a.symbols | b.symbols)
   real = not (a.imaginary or b.imaginary)
@@ -74,7 +74,8 @@ an exact value.
 
 
 def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
-  """Whether two formulas are equal. None if they cannot be evaluated at enough points.
+  """Returns whether two formulas are equal. Returns None if they cannot be evaluated at enough
+  points.
 
   A decimal with at least `MIN_DECIMALS` digits after the point also counts as equal to an exact
   value if truncating or rounding that value gives the decimal.
@@ -145,7 +146,7 @@ def _proportion(truth: Sides, answer: Sides, seed: str) -> Any:
 
 
 def equations_equal(truth: Sides, answer: Sides, seed: str) -> bool | None:
-  """Whether two equations are equivalent. None if this is unknown.
+  """Returns whether two equations are equivalent. Returns None if this is unknown.
 
   They are equivalent if the differences of their sides are nonzero and have a constant ratio.
   """

@@ -78,7 +78,7 @@ def _evaluated(value: Any) -> Any:
 
 
 def _confirmed(truth: Any, answer: Any) -> bool:
-  """Whether two values that math-verify considers equal are really equal. math-verify also
+  """Returns whether two values that math-verify considers equal are really equal. math-verify also
   considers 0.0 equal to 10^{-19}, and 2^∞e equal to any number.
   """
   import sympy
@@ -171,8 +171,8 @@ def _brackets(text: str) -> str:
 
 
 def _picked(text: str) -> bool:
-  """Whether math-verify could not read the whole text and picked one of several numbers in it, such
-  as 42 in `41 \\oplus 42`.
+  r"""Returns whether math-verify could not read the whole text and used only one of several numbers
+  in it, such as 42 in `41 \oplus 42`.
   """
   import sympy
 
@@ -192,8 +192,8 @@ def tight(text: str) -> str:
 
 
 def is_name(left: str) -> bool:
-  """Whether an equation's left side names the right side, as do `x`, `f(2)` and `AB`, but not `2x`
-  and `x + 1`.
+  """Returns whether an equation's left side names the right side, as do `x`, `f(2)` and `AB`, but
+  not `2x` and `x + 1`.
   """
   bare = _ARGUMENTS.sub('', re.sub(r"\^\s*\{\s*-1\s*\}|\^\s*-1|'", '', left))
   return re.search(
@@ -222,8 +222,8 @@ def _quantity(text: str) -> tuple[str, Unit | None] | None:
 
 
 def _values_agree(truth: str, answer: str) -> bool | None:
-  """Whether two values, with or without units, are equal. None for forms that are not handled
-  here.
+  """Returns whether two values, with or without units, are equal. Returns None for forms that are
+  not handled here.
   """
   numbers = parse_number(truth), parse_number(answer)
   if all(number is not None for number in numbers):
@@ -252,8 +252,8 @@ def _values_agree(truth: str, answer: str) -> bool | None:
 
 
 def _bases_agree(truth: Formula, answer: Formula, wanted: str, got: str) -> bool:
-  """Whether the numbers in the answer have the same bases as those in the truth. If the answer
-  states no base, it is read in the base of the truth.
+  """Returns whether the numbers in the answer have the same bases as those in the truth. If the
+  answer states no base, it is read in the base of the truth.
   """
   if truth.bases and not answer.bases:
     return re.sub(r'\s*_\s*(?:\{\w+\}|\d+)', '', wanted) == got
@@ -261,8 +261,8 @@ def _bases_agree(truth: Formula, answer: Formula, wanted: str, got: str) -> bool
 
 
 def _sides_agree(truth: str, answer: str) -> bool | None:
-  """Whether two equations or two values are equivalent, where values may have names (`x = 3`).
-  Returns None for forms not handled here.
+  """Returns whether two equations or two values are equivalent, where values may have names (`x =
+  3`). Returns None for forms not handled here.
   """
   wanted, got = ([side.strip() for side in text.split('=')] for text in (truth, answer))
   if '' in wanted + got or _RELATIONS.search(truth) or _RELATIONS.search(answer):
@@ -324,14 +324,14 @@ _NEAR = 0.005
 
 
 def latex_agree(truth: str, answer: str) -> bool:
-  """Whether two pieces of LaTeX mean the same.
+  r"""Returns whether two pieces of LaTeX mean the same.
 
   Numbers, quantities, formulas and equations are compared by their values (`formula.py`), other
-  expressions by math-verify. math-verify alone is too lenient: it reads `41 = 42` and `41 \\vee 42`
-  as 42, and considers `(1, 2)` equal to `\\{1, 2\\}`. These rules therefore apply:
+  expressions by math-verify. math-verify alone is too lenient: it reads `41 = 42` and `41 \vee 42`
+  as 42, and considers `(1, 2)` equal to `\{1, 2\}`. These rules therefore apply:
 
   - A separator that the truth lacks means a second answer.
-  - A relation (`\\geq 42`) is not a value.
+  - A relation (`\geq 42`) is not a value.
   - Every side of an equation without a variable must agree, and the first side must not compute
     with the unknown (`x + 1 = 42`).
   - The base of a number (`101_3`) and the kind of brackets count.

@@ -125,8 +125,8 @@ def _boxes(text: str) -> tuple[list[_Boxed], list[_Boxed]]:
 
 
 def _held(text: str) -> list[tuple[_Boxed, str]]:
-  """Returns the outermost boxes with their contents, in which nested boxes are replaced by their
-  contents.
+  """Returns the outermost boxes with their contents. Nested boxes in a content are replaced by what
+  they contain.
   """
   outer, inner = _boxes(text)
   cuts = sorted(
@@ -264,8 +264,8 @@ def _without_echo(text: str, prompts: Sequence[str], method: Method, tag: str) -
 
 
 def said(text: str) -> str:
-  """Returns the text after the thoughts (`<think>…</think>`), or the whole text if it has no
-  thoughts or nothing follows them.
+  """Returns the text after the thoughts (`<think>…</think>`). If there are no thoughts or no text
+  after them, returns the whole text.
   """
   after = text.partition('</think>')[2]
   return after if after.strip() else text

@@ -27,7 +27,7 @@ from jaxrl_llm.rewards.scorers.answer.values import real_less, real_value
 class End(NamedTuple):
   text: str
   value: Any
-  """Position of the end: a Fraction, a real mpmath number or ±inf. None if the expression has no
+  """Endpoint: a Fraction, a real mpmath number or ±inf. None if the expression has no
   value, for example because it contains names, as in `[a, b)`.
   """
 
@@ -222,8 +222,8 @@ def parse_intervals(text: str) -> list[Interval] | None:
 
 
 def intervals_agree(truth: str, answer: str) -> bool | None:
-  """Whether truth and answer are the same set of real numbers. None if the truth is not such a
-  set.
+  """Returns whether truth and answer are the same set of real numbers. Returns None if the truth is
+  not such a set.
   """
   wanted, got = parse_intervals(truth), parse_intervals(answer)
   if wanted is None or got is None:

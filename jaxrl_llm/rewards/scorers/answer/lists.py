@@ -175,8 +175,8 @@ def _elements_agree(truth: str, answer: str) -> bool:
 
 
 def _is_set(text: str) -> bool:
-  r"""Whether the text is a set: anything in escaped braces, as in `\{1\}`, or a list in plain
-  braces, as in `{1, 2}`. In LaTeX, plain braces only group text, so `{1}` is not a set.
+  r"""Returns whether the text is a set: anything in escaped braces, as in `\{1\}`, or a list in
+  plain braces, as in `{1, 2}`. In LaTeX, plain braces only group text, so `{1}` is not a set.
   """
   grouped = inside(text, ('{',), ('}',))
   return inside(text, (r'\{',), (r'\}',)) is not None or (
@@ -185,7 +185,8 @@ def _is_set(text: str) -> bool:
 
 
 def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
-  """Whether the sets have the same elements, in any order. None if the truth is not a set.
+  """Returns whether the sets have the same elements, in any order. Returns None if the truth is not
+  a set.
 
   Args:
     each: whether repeated elements count, as in `3, 3, 5` (multisets).
@@ -206,8 +207,8 @@ def sets_agree(truth: str, answer: str, *, each: bool = False) -> bool | None:
 
 
 def tuples_agree(truth: str, answer: str) -> bool | None:
-  """Whether the tuples have the same entries in the same order. None if the truth is not a
-  tuple.
+  """Returns whether the tuples have the same entries in the same order. Returns None if the truth
+  is not a tuple.
   """
   wanted, got = parse_tuple(truth), parse_tuple(answer)
   if wanted is None or got is None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 class Number(NamedTuple):
   value: Fraction
-  """Value as it is written: 42 for `42%`."""
+  """Value as written: 42 for `42%`."""
   percent: bool
 
 
@@ -108,7 +108,7 @@ def parse_number(text: str) -> Number | None:
 def numbers_agree(
   truth: Number, answer: Number, *, absolute: float = 0.0, relative: float = 0.0
 ) -> bool:
-  """Whether the numbers are equal within the tolerance.
+  """Returns whether the numbers are equal within the tolerance.
 
   p% means p/100. If only one of the two numbers has a percent sign, they may also agree as written,
   because references for questions like "what percentage …" often omit the sign. However, a truth

@@ -85,8 +85,8 @@ class AnswerOptions:
   truth_is_index: bool = False
   """For the mode `choice`: whether the truth is the index of the right choice, counted from 0."""
   aliases_field: str = 'aliases'
-  """For the mode `text`: field of the task's row, or of the row's `extra_info`, that lists further
-  accepted answers. The truth itself may also be a JSON list of texts.
+  """For the mode `text`: field of the task's row, or of the row's `extra_info`, that lists
+  additional accepted answers. The truth itself may also be a JSON list of texts.
   """
   on_timeout: Literal['zero', 'none'] = 'zero'
   """Treatment of a call that runs out of time, memory or stack. zero: the value is 0, because the
@@ -177,7 +177,9 @@ def _choice(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool
 
 
 def _agree(truth: str, answer: str, task: Task, options: AnswerOptions) -> bool | None:
-  """Whether the answer agrees with the truth. None if the truth cannot be read in this mode."""
+  """Returns whether the answer agrees with the truth. Returns None if the truth cannot be read in
+  this mode.
+  """
   match options.mode:
     case 'exact':
       return _exact(truth, answer, options)
@@ -219,7 +221,7 @@ def _key(text: str, *, options: AnswerOptions, choices: Mapping[str, str] | None
 
 
 def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
-  """Extracts the completion's single answer, as it is written in the completion."""
+  """Extracts the completion's single answer, exactly as written."""
   choices = (
     read_choices(field_of(attempt.task, options.choices_field))
     if options.mode == 'choice'
@@ -235,8 +237,8 @@ def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
 
 
 def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns those values in `chosen` whose options the user has not set. If `mode` is set, the
-  value of `units` is left out too, because it was chosen to suit the chosen mode.
+  """Returns those values in `chosen` whose options the user has not set. If the user has set
+  `mode`, `units` is left out too, because its value was chosen for the chosen mode.
   """
   if options.mode is None:
     return {
@@ -266,7 +268,7 @@ def choose_options(
 
 
 def _settled(options: AnswerOptions, truth: str) -> AnswerOptions:
-  """Chooses the options that are not set, from this truth alone."""
+  """Chooses the options that are not set, based on this truth alone."""
   if options.mode is not None and options.extraction is not None:
     return options
   return dataclasses.replace(options, **_left_open(options, choose([truth]).options))
@@ -297,7 +299,8 @@ def answer_scorer(**options: Any) -> Scorer:
   options are `AnswerOptions`.
   """
   read = read_options(AnswerOptions, options, 'answer')
-  if read.mode is not None:  # A run chooses an open mode, and builds the scorer again.
+  # If the mode is open, a run chooses it from the truths and builds the scorer again.
+  if read.mode is not None:
     for library in read.libraries:
       check_library(library, f"scorer 'answer' in mode {read.mode!r}")
   scorer = functools.partial(score_answer, options=read)

@@ -66,8 +66,8 @@ def aliases(truth: str) -> list[str]:
 
 
 def texts_agree(accepted: list[str], answer: str) -> bool | None:
-  """Whether the answer is one of the accepted answers. None if all of these are empty after
-  normalisation.
+  """Returns whether the answer is one of the accepted answers. Returns None if all of these are
+  empty after normalisation.
   """
   wanted = {normalise(text) for text in accepted} - {''}
   return normalise(answer) in wanted if wanted else None

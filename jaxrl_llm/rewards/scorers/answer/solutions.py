@@ -59,8 +59,9 @@ _RATIO = re.compile(r'[^:]+(?::[^:]+)+')
 
 
 def solutions_agree(truth: str, answer: str) -> bool | None:
-  """Whether the answer agrees with the truth. None if the truth is empty. The truth may be a choice
-  letter, words, a matrix, a ratio, a set of real numbers, a list, a value or an equation.
+  """Returns whether the answer agrees with the truth. Returns None if the truth is empty. The truth
+  may be a choice letter, words, a matrix, a ratio, a set of real numbers, a list, a value or an
+  equation.
   """
   truth, answer = (canonical(unboxed(text)).strip('$ ') for text in (truth, answer))
   return _agree(truth, answer) if truth else None
@@ -106,8 +107,8 @@ def answer_key(text: str) -> Hashable:
   return tight(text) if number is None else number
 
 
-# Each of the following functions handles some forms of truth and returns whether the answer agrees.
-# It returns None if it does not apply.
+# Each of the following functions handles some forms of truth. It returns whether the answer agrees,
+# or None if the function does not apply.
 
 
 def _choices(truth: str, answer: str) -> bool | None:
@@ -222,8 +223,8 @@ def _members(text: str) -> str:
 
 
 def _is_real_set(text: str) -> bool:
-  """Whether the text is recognisable as a set of real numbers or a relation, by a sign such as `∪`,
-  `∞` or `<`, or by unequal brackets, as in `[1, 2)`.
+  """Returns whether the text is recognisable as a set of real numbers or a relation, by a sign such
+  as `∪`, `∞` or `<`, or by unequal brackets, as in `[1, 2)`.
   """
   ends = text[:1] + text[-1:]
   return bool(_REAL.search(text)) or (
@@ -244,8 +245,8 @@ def _real_sets(truth: str, answer: str) -> bool | None:
 
 
 def _relations(truth: str, answer: str) -> bool:
-  """Whether two inequalities are equivalent. They may differ by a factor and in the order of their
-  sides.
+  """Returns whether two inequalities are equivalent. They may differ by a factor and in the order
+  of their sides.
   """
   wanted, got = _RELATION.split(truth), _RELATION.split(answer)
   if (
@@ -269,7 +270,7 @@ def _relations(truth: str, answer: str) -> bool:
 
 
 def _single(text: str) -> bool:
-  """Whether the text is a single value, so that any commas in it belong to a number."""
+  """Returns whether the text is a single value, so that any commas in it belong to a number."""
   return (
     parse_number(text) is not None
     or parse_quantity(text) is not None
@@ -297,7 +298,7 @@ def _records(text: str) -> list[str] | None:
 
 
 def _bracketed(text: str) -> bool:
-  """Whether the text consists of several entries in one pair of brackets."""
+  """Returns whether the text consists of several entries in one pair of brackets."""
   inner = inside(text, ('(', '[', '⟨'), (')', ']', '⟩'))
   return inner is not None and len(split(inner)) > 1
 
@@ -339,7 +340,7 @@ def _lists(truth: str, answer: str) -> bool | None:
 
 
 def _named_agree(truth: str, called: list[str], answer: str) -> bool:
-  """Whether an answer gives each of several unknowns its right value.
+  """Returns whether an answer gives each of several unknowns its right value.
 
   Args:
     truth: right values, as in `x = 3, y = -2`.

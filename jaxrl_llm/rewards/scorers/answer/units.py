@@ -265,8 +265,8 @@ def _one(text: str) -> Quantity | None:
 def quantities_agree(
   truth: Quantity, answer: Quantity, *, units: Units, absolute: float = 0.0, relative: float = 0.0
 ) -> bool:
-  """Whether the quantities are equal within the tolerances. The tolerance `absolute` is in the
-  truth's unit.
+  """Returns whether the quantities are equal within the tolerances. The tolerance `absolute` is in
+  the truth's unit.
   """
   number = answer.number
   if units in ('refused', 'ignored') or truth.unit is None:

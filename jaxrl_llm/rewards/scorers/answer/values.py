@@ -136,7 +136,9 @@ class _Evaluation:
     self.lossy = max([*exponents, self.lossy or exponents[0]]) if exponents else self.lossy
 
   def is_zero(self, value: Any) -> bool:
-    """Whether a value that was computed from numbers near 1 is zero, given the rounding errors."""
+    """Returns whether a value that was computed from numbers near 1 is zero, given the rounding
+    errors.
+    """
     return abs(value) < self.mp.mpf(10) ** (-self.digits + 15)
 
   def power(self, base: Any, exponent: Any) -> Any:
@@ -330,7 +332,7 @@ def exact_number(text: str) -> Fraction | None:
 
 
 def real_less(a: Any, b: Any) -> bool:
-  """Whether `a` is less than `b` by more than rounding errors."""
+  """Returns whether `a` is less than `b` by more than rounding errors."""
   if isinstance(a, Fraction) and isinstance(b, Fraction):
     return a < b
   import mpmath

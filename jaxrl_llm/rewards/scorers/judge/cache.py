@@ -1,7 +1,7 @@
-"""Cache of judges' answers, so that the same question is paid for only once.
+"""Cache of judges' answers, so that each question is paid for only once.
 
-Invariant: `get` returns only answers that were written completely, either by this run or by another
-run with the same file.
+Invariant: `get` returns only answers that were written completely, by this run or by another run
+that uses the same file.
 """
 
 from __future__ import annotations

@@ -28,6 +28,15 @@ from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Attempt, Awaited, AwaitedGroup, Discovers, Verdict
 from jaxrl_llm.rewards.scorers.judge.cache import Cache
+from jaxrl_llm.rewards.scorers.judge.rubric import (
+  Criterion,
+  Incomplete,
+  check_rubric,
+  read_scores,
+  rubric_form,
+  rubric_of,
+  rubric_value,
+)
 from jaxrl_llm.rewards.scorers.judge.texts import (
   COMPARE,
   COMPARE_BY_TRUTH,
@@ -49,9 +58,23 @@ class JudgeOptions(DiscoveringOptions):
 
   model: str
   """Model name on the server."""
-  mode: Literal['score', 'pairwise'] = 'score'
-  """Form of the judge's assessment. score: it gives each answer a number; pairwise: it says which
-  of two answers of a group is better.
+  mode: Literal['score', 'rubric', 'pairwise'] = 'score'
+  """How the judge assesses answers. score: it gives each answer a number; rubric: it gives each
+  answer a number for each of several criteria; pairwise: it decides which of two answers of a group
+  is better.
+  """
+  criteria: tuple[Criterion, ...] = ()
+  """Criteria for mode `rubric`. An answer's value is the weighted mean of its scores, but not less
+  than 0: max(0, Σ wᵢ sᵢ / Σ max(0, wᵢ)).
+  """
+  rubric_field: str | None = None
+  """Field of a task's row with a rubric for that task, a list of {text, weight, name}. Tasks
+  without the field use `criteria`.
+  """
+  missing: Literal['unscorable', 'zero', 'skip'] = 'unscorable'
+  """Treatment of criteria that the judge does not score, even after retries. unscorable: the
+  attempt has no value; zero: the score is 0, or 1 for a penalty; skip: the criterion is left out of
+  the mean.
   """
   against: Literal['all', 'next', 'first'] = 'all'
   """Attempts of a group that are compared in mode `pairwise`. all: each attempt with all others;
@@ -83,6 +106,13 @@ class JudgeOptions(DiscoveringOptions):
         f'{where}: max_tokens is {self.max_tokens} and malformed_retries {self.malformed_retries}, '
         'wanted at least 1 and 0'
       )
+    if self.mode == 'rubric' and (self.criteria or self.rubric_field is None):
+      try:
+        check_rubric(self.criteria)
+      except UserError as error:
+        raise UserError(f'{where}: criteria: {error}') from None
+    if self.mode != 'rubric' and (self.criteria or self.rubric_field is not None):
+      raise UserError(f"{where}: criteria need mode 'rubric', and mode is {self.mode!r}")
     if self.template is not None:
       check_template(self.template, self.mode, where)
     if self.cache_file is not None and not pathlib.Path(self.cache_file).absolute().parent.is_dir():
@@ -98,10 +128,10 @@ def _question(task: Task) -> str:
 
 
 class Said(NamedTuple):
-  """A judge's answer to a prompt, after parsing."""
+  """A judge's parsed answer to a prompt."""
 
   answer: dict[str, Json]
-  """The answer, as parsed by the function `read` that was passed to `Judge.ask`."""
+  """The answer as parsed by the function `read` that was passed to `Judge.ask`."""
   cached: bool
 
 
@@ -156,7 +186,8 @@ class Judge(ServiceClient):
   def _answered(self, key: str, task: asyncio.Task) -> None:
     del self._pending[key]
     if not task.cancelled():
-      task.exception()  # Otherwise, asyncio complains if every caller was cancelled.
+      # Marks the exception as retrieved; otherwise, asyncio logs it if every caller was cancelled.
+      task.exception()
 
   async def _answer(
     self, key: str, body: dict[str, Json], read: Callable[[str], dict[str, Json]]
@@ -170,6 +201,9 @@ class Judge(ServiceClient):
         answer = read(text)
       except Malformed as wrong:
         if tries > self.options.malformed_retries:
+          if isinstance(wrong, Incomplete):
+            self._cache.put(key, wrong.answer)
+            return wrong.answer
           raise Malformed(
             f'no verdict in {tries} answers; the last: {wrong}: {text[-200:]!r}'
           ) from None
@@ -197,7 +231,7 @@ def _content(answer: Json) -> tuple[str, bool]:
     raise Malformed(f'the answer is not a chat completion: {json.dumps(answer):.200}') from None
 
 
-def _texts(task: Task, template: str) -> dict[str, str] | None:
+def task_texts(task: Task, template: str) -> dict[str, str] | None:
   """Returns the task's texts for the template: the question and, if the template shows it, the
   truth. Returns None if the template shows the truth but the task has none.
   """
@@ -214,7 +248,7 @@ class ScoringJudge(Judge):
 
   async def __call__(self, attempt: Attempt) -> Verdict:
     template = self.options.template or (GRADE if attempt.task.truth is None else GRADE_BY_TRUTH)
-    texts = _texts(attempt.task, template)
+    texts = task_texts(attempt.task, template)
     if texts is None:
       return _NO_TRUTH
     reply = await self.ask(
@@ -226,6 +260,45 @@ class ScoringJudge(Judge):
       'cached': reply.cached,
     }
     return Verdict(value=reply.answer['score'], evidence=evidence)
+
+
+class RubricJudge(Judge):
+  """Judge that gives each attempt a number from 0 to 1 for each criterion of a rubric."""
+
+  async def __call__(self, attempt: Attempt) -> Verdict:
+    field, rubric = self.options.rubric_field, self.options.criteria
+    if field is not None and attempt.task.fields.get(field) is not None:
+      try:
+        rubric = rubric_of(attempt.task.fields[field])
+      except UserError as error:
+        return Verdict(value=None, evidence={'reason': f'field {field}: {error}'})
+    if not rubric:
+      return Verdict(value=None, evidence={'reason': f'the task has no rubric in field {field}'})
+    template = self.options.template or (GRADE if attempt.task.truth is None else GRADE_BY_TRUTH)
+    texts = task_texts(attempt.task, template)
+    if texts is None:
+      return _NO_TRUTH
+    prompt = fill(
+      template, 'rubric', {**texts, 'completion': attempt.completion}, rubric_form(rubric)
+    )
+    reply = await self.ask(prompt, functools.partial(read_scores, rubric=rubric))
+    scores = dict(reply.answer['scores'])
+    missing = [criterion.name for criterion in rubric if criterion.name not in scores]
+    evidence = {
+      'reasoning': reply.answer['reasoning'],
+      'model': self.options.model,
+      'cached': reply.cached,
+    }
+    if missing:
+      evidence['missing'] = missing
+    if missing and (self.options.missing == 'unscorable' or len(missing) == len(rubric)):
+      evidence['reason'] = 'the judge gave no number for some criteria'
+      return Verdict(value=None, parts=scores, evidence=evidence)
+    value = rubric_value(rubric, scores)
+    if missing and self.options.missing == 'zero':
+      worst = {criterion.name: float(criterion.weight < 0) for criterion in rubric}
+      value = rubric_value(rubric, worst | scores)
+    return Verdict(value=value, parts=scores, evidence=evidence)
 
 
 def pairs(count: int, against: str) -> list[tuple[int, int]]:
@@ -249,7 +322,7 @@ class ComparingJudge(Judge):
   ) -> tuple[Verdict, ...]:
     task, count = attempts[0].task, len(attempts)
     template = self.options.template or (COMPARE if task.truth is None else COMPARE_BY_TRUTH)
-    texts = _texts(task, template)
+    texts = task_texts(task, template)
     if texts is None:
       return (_NO_TRUTH,) * count
     if count == 1:
@@ -334,4 +407,5 @@ def judge_scorer(**options: Any) -> Awaited | AwaitedGroup:
   }
   if read.mode == 'pairwise':
     return AwaitedGroup(functools.partial(ComparingJudge, read), **how)
-  return Awaited(functools.partial(ScoringJudge, read), **how)
+  judge = RubricJudge if read.mode == 'rubric' else ScoringJudge
+  return Awaited(functools.partial(judge, read), **how)

@@ -93,6 +93,7 @@ _FORMS = {
 }
 _FIELDS = {
   'score': {'question', 'completion', 'truth'},
+  'rubric': {'question', 'completion', 'truth'},
   'pairwise': {'question', 'first', 'second', 'truth'},
 }
 _OBJECT = re.compile(r'\{\s*"')
@@ -102,7 +103,7 @@ _MAX_BROKEN = 64
 """Maximum number of malformed JSON objects tolerated in an answer, because each may have to be
 scanned to the end of the text.
 """
-_MAX_REASONING = 1000
+MAX_REASONING = 1000
 """Maximum number of characters of a judge's reasoning that are kept."""
 
 
@@ -146,13 +147,25 @@ def marker_key(texts: Iterable[str], seed: str, size: int = 8) -> str:
   return next(key for key in keys if not any(key in text for text in texts))
 
 
-def fill(template: str, mode: str, texts: Mapping[str, str]) -> str:
+def fill(template: str, mode: str, texts: Mapping[str, str], form: str | None = None) -> str:
   """Builds the judge's prompt. It consists of the template with its texts between markers, the
   rules for the judge, and the required form of the answer.
+
+  Args:
+    form: description of the form. If None, it is that of the mode.
   """
-  key = marker_key(list(texts.values()), json.dumps([template, mode, dict(sorted(texts.items()))]))
+  form = _FORMS[mode] if form is None else form
+  seed = json.dumps([template, mode, dict(sorted(texts.items()))])
+  key = marker_key([*texts.values(), form], seed)
   marked = {name: f'<text-{key}>\n{text}\n</text-{key}>' for name, text in texts.items()}
-  return template.format(**marked) + _RULES.format(key=key, form=_FORMS[mode])
+  return template.format(**marked) + _RULES.format(key=key, form=form)
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+  if len(named := dict(pairs)) < len(pairs):
+    # Not a ValueError, after which the search would continue with the objects inside this one.
+    raise Malformed('a name occurs twice in one of its JSON objects')
+  return named
 
 
 def read_answer(text: str, wanted: str) -> dict[str, Json]:
@@ -167,7 +180,9 @@ def read_answer(text: str, wanted: str) -> dict[str, Json]:
   text = text[:_MAX_TEXT].lstrip()
   if text.startswith('<think>'):  # A later tag may be a quotation after the verdict.
     text = text.partition('</think>')[2]
-  objects, decoder, position, broken = [], json.JSONDecoder(), 0, 0
+  # Repeated names are rejected, because plain JSON decoding would ignore all but the last value.
+  decoder = json.JSONDecoder(object_pairs_hook=_unique)
+  objects, position, broken = [], 0, 0
   for start in (match.start() for match in _OBJECT.finditer(text)):
     if start < position:  # The match is inside the previous object.
       continue
@@ -194,7 +209,7 @@ def read_score(text: str) -> dict[str, Json]:
     raise Malformed(f'"score" is {json.dumps(answer["score"]):.80}, wanted a number from 0 to 1')
   return {
     'score': float(answer['score']),
-    'reasoning': str(answer.get('reasoning', ''))[:_MAX_REASONING],
+    'reasoning': str(answer.get('reasoning', ''))[:MAX_REASONING],
   }
 
 
@@ -205,5 +220,5 @@ def read_winner(text: str) -> dict[str, Json]:
     raise Malformed(f'"winner" is {json.dumps(answer["winner"]):.80}, wanted "A", "B" or "tie"')
   return {
     'winner': answer['winner'],
-    'reasoning': str(answer.get('reasoning', ''))[:_MAX_REASONING],
+    'reasoning': str(answer.get('reasoning', ''))[:MAX_REASONING],
   }

@@ -84,8 +84,8 @@ def _is_arithmetic(answer: str, reference: str) -> bool:
 
 
 def _is_symbolic(answer: str, reference: str) -> bool:
-  """Whether the answer is arithmetic in which all names are one-letter symbols, common functions or
-  names in the reference answer.
+  """Returns whether the answer is arithmetic in which all names are one-letter symbols, common
+  functions or names in the reference answer.
   """
   if _SYMBOLIC.fullmatch(answer) is None or explodes(answer):
     return False
@@ -96,15 +96,15 @@ def _is_symbolic(answer: str, reference: str) -> bool:
 
 
 def is_list(text: str) -> bool:
-  """Whether the text has only numbers, strings, commas and brackets, so that evaluating it only
-  builds lists.
+  """Returns whether the text has only numbers, strings, commas and brackets, so that evaluating it
+  only builds lists.
   """
   return _LITERAL.fullmatch(text) is not None
 
 
 def _is_literal(answer: str, reference: str) -> bool:
-  """Whether the answer has only capitals, underscores and digits, or is a list of numbers and
-  strings.
+  """Returns whether the answer has only capitals, underscores and digits, or is a list of numbers
+  and strings.
 
   In both forms, no name can stand before a bracket, so nothing can be called. Lower-case names are
   excluded because such a name may be a variable in the verifier: evaluating `oracle_answer` would
@@ -115,7 +115,7 @@ def _is_literal(answer: str, reference: str) -> bool:
 
 GRAMMARS: Mapping[str, Callable[[str, str], bool]] = {
   'binary_matrix': _is_literal,
-  # This verifier evaluates the problem of the task, not the answer.
+  # This verifier evaluates the problem statement, not the answer.
   'bitwise_arithmetic': lambda answer, reference: True,
   'countdown': _is_arithmetic,
   'intermediate_integration': _is_symbolic,
@@ -134,8 +134,8 @@ evaluated. The verifier gets exactly the text that the grammar has checked.
 
 
 def evaluates(name: str) -> bool:
-  """Whether verifier `name` may evaluate text as code. This is false only for the verifiers in
-  `PLAIN` and for verifiers derived from them.
+  """Returns whether verifier `name` may evaluate text as code. This is false only for the verifiers
+  in `PLAIN` and for verifiers derived from them.
   """
   if name in PLAIN:
     return False
@@ -153,7 +153,8 @@ def evaluates(name: str) -> bool:
 
 
 def may_evaluate(name: str, answer: str, reference: str) -> bool:
-  """Whether the answer is in the grammar of verifier `name`, so that it cannot contain code.
+  """Returns whether the answer is in the grammar of verifier `name`, so that it cannot contain
+  code.
 
   Always true for the reference answer, and for a verifier without a known grammar.
   """

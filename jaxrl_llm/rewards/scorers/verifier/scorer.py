@@ -92,7 +92,7 @@ _BUILTINS = set(dir(builtins)) - _HARMLESS
 
 
 def runs_code(answer: str) -> bool:
-  """Whether `eval` of the answer could do more than compute.
+  """Returns whether `eval` of the answer could do more than compute.
 
   This is so if the answer calls a method or a builtin other than those in `_HARMLESS`, passes a
   string to any call, contains a lambda, or uses a dunder name.
@@ -104,7 +104,7 @@ def runs_code(answer: str) -> bool:
   try:
     tree = ast.parse(answer.strip(), mode='eval')
   except (SyntaxError, ValueError, MemoryError, RecursionError):
-    return False  # `eval` refuses such an answer, too.
+    return False  # `eval` would also reject such an answer.
   for node in ast.walk(tree):
     match node:
       case ast.Call(func=ast.Name(id=name)) if name not in _BUILTINS:
@@ -140,8 +140,8 @@ _NO_NUMBER = re.compile(r'(?<![a-z])(?:nan|inf|infinity)[ij]?(?![a-z])', re.IGNO
 
 
 def is_no_number(answer: str, reference: str) -> bool:
-  """Whether an answer contains NaN or infinity although the reference answer contains neither, but
-  contains numbers.
+  """Returns whether an answer contains NaN or infinity although the reference answer contains
+  neither, but contains numbers.
 
   Verifiers that compare distances may accept such an answer: `min(1.0, math.exp(-distance))` is 1
   for NaN.
@@ -211,7 +211,7 @@ def score_verifier(attempt: Attempt, *, options: VerifierOptions) -> Verdict:
   if is_no_number(answer, str(entry.get('answer', ''))):
     reason = 'the answer has NaN or infinity where a number is wanted'
     return Verdict(value=0.0, evidence={'reason': reason, 'answer': answer[:200]})
-  _score_answer(name)  # This raises an exception if the verifier is unknown.
+  _score_answer(name)  # Raises an exception if the verifier is unknown.
   score = (
     _ask_in_sandbox(name, answer, entry, options) if evaluates(name) else _ask(name, answer, entry)
   )

@@ -1,0 +1,344 @@
+"""CPU time that the master spends on a sample, by thread, process and part.
+
+  .venv/bin/python benchmarks/master.py [--before=DIRECTORY] [--samples=64] [--tokens=16384] \\
+    [--steps=2]
+
+Fake servers answer `--samples` samples of `--tokens` tokens per step. The master is that of a run:
+fleet, workflow, explorer, store, batches, and what a step writes. Scorers answer at once, nothing
+is trained, and the trainer's logprobs are all -1. With `--before`, a checkout of an earlier commit
+does the same work in turn with this one, and its samples must be the same. Figures are CPU time,
+because other work may share the cores: of the thread of the event loop, of other threads, and of
+child processes. A callback is one call of the event loop.
+"""
+
+import asyncio
+import asyncio.events
+import collections
+import contextlib
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_TREE = pathlib.Path(os.environ.get('MASTER_TREE', _ROOT))
+# The tree under measurement hides the package of the environment.
+sys.path[:0] = [str(_TREE), *(str(_TREE / 'tests' / part) for part in ('support', 'tools'))]
+
+import numpy as np  # noqa: E402
+from absl import app, flags  # noqa: E402
+
+_BEFORE = flags.DEFINE_string('before', None, 'Checkout of an earlier commit to compare with.')
+_SAMPLES = flags.DEFINE_integer('samples', 64, 'Samples per step.')
+_TOKENS = flags.DEFINE_integer('tokens', 16_384, 'Tokens per sample.')
+_STEPS = flags.DEFINE_integer('steps', 2, 'Measured steps.')
+_SIZE = flags.DEFINE_integer('group_size', 8, 'Samples per group.')
+_SERVERS = flags.DEFINE_integer('servers', 2, 'Fake servers.')
+_ROUNDS = flags.DEFINE_integer('rounds', 1, 'Runs of each side.')
+_PROMPT = 512
+_HOSTS, _CORES = 64, 16
+_DONE = 'measured '
+
+PARTS = {
+  'parse answers': ('rollout.vllm.client:parse_json', 'rollout.vllm.answer:_parse'),
+  'check answers': ('rollout.vllm.client:_completion', 'rollout.vllm.answer:_checked'),
+  'decode text': ('rollout.workflow:completion_text',),
+  'build samples': ('rollout.workflow:rollout_sample',),
+  'encode samples': ('replay.writer:encode',),
+  'store groups': ('master.exploring.explorer:Explorer._admit',),
+  'seal': ('replay.writer:StepWriter.seal',),
+  'metrics': ('master.keeper:step_metrics',),
+  'transcripts': (
+    'master.keeper:rollout_rows',
+    'runtime.writers:RolloutsWriter.write',
+    'runtime.rollouts:RolloutsWriter.write',
+  ),
+}
+"""Functions whose CPU time is told apart, in any thread; those that a tree lacks are skipped."""
+
+
+class Parts:
+  """CPU seconds of parts of the work, without the parts within them."""
+
+  def __init__(self):
+    self.seconds = collections.Counter()
+    self._lock, self._within = threading.Lock(), threading.local()
+    for part, names in PARTS.items():
+      for name in names:
+        with contextlib.suppress(ImportError, AttributeError):
+          self._wrap(part, *name.split(':'))
+
+  def _wrap(self, part: str, module: str, path: str) -> None:
+    *owners, name = path.split('.')
+    owner = functools.reduce(getattr, owners, importlib.import_module(f'jaxrl_llm.{module}'))
+    call = getattr(owner, name)
+    if inspect.iscoroutinefunction(call):
+      return
+
+    @functools.wraps(call)
+    def timed(*args, **kwargs):
+      outer = getattr(self._within, 'inner', 0.0)
+      self._within.inner, began = 0.0, time.thread_time()
+      try:
+        return call(*args, **kwargs)
+      finally:
+        seconds = time.thread_time() - began
+        with self._lock:
+          self.seconds[part] += seconds - self._within.inner
+        self._within.inner = outer + seconds
+
+    setattr(owner, name, timed)
+
+
+class Longest:
+  """The longest callback of the event loop, in CPU seconds of its thread."""
+
+  def __init__(self):
+    self.seconds, self.name = 0.0, ''
+    run = asyncio.events.Handle._run
+
+    def timed(handle):
+      began = time.thread_time()
+      run(handle)
+      if (seconds := time.thread_time() - began) > self.seconds:
+        self.seconds, self.name = seconds, repr(handle)
+
+    asyncio.events.Handle._run = timed
+
+
+@functools.cache
+def answer(count: int, seed: int) -> tuple[list[int], list[float]]:
+  """Letters (no stop token) with their logprobs."""
+  draws = np.random.default_rng(seed)
+  logprobs = -draws.exponential(size=count).astype(np.float32)
+  return draws.integers(0, 8, count).tolist(), logprobs.astype(float).tolist()
+
+
+async def serve(uds: str) -> None:
+  """Runs one fake server."""
+  import fleets
+  from fake_vllm import FakeServer, Scripted
+
+  backend = Scripted(
+    lambda prompt, params, index: answer(params.max_tokens, params.seed % 8),
+    fleets.tensors(fleets.GARBAGE),
+    score=fleets.score,
+    piece=1 << 20,
+  )
+  length = _TOKENS.value + _PROMPT
+  server = FakeServer(backend, max_model_len=length, vocab_size=fleets.VOCAB)
+  await server.start(uds=uds)
+  await server.ended.wait()  # The wait 'client' is bounded by the benchmark, which kills it.
+
+
+@contextlib.asynccontextmanager
+async def fleet_over(sockets: list[str], folder: pathlib.Path):
+  """A fleet of the servers that serves its first version."""
+  import fleets
+  import serving
+
+  serving.LENGTH = _TOKENS.value + _PROMPT
+  addresses = [f'unix:{socket}' for socket in sockets]
+  async with serving.attached(fleets.MODEL, addresses, folder, latency_s=3600.0) as fleet:
+    await fleet.load(fleets.weights(fleets.A))
+    yield fleet
+
+
+def open_run(fleet, folder: pathlib.Path):
+  """The explorer's batches, and the logs that a step writes to."""
+  import exploring
+
+  from jaxrl_llm.core.records.task import Task
+  from jaxrl_llm.master.batches import RolloutBatches
+  from jaxrl_llm.master.keeper import Logs
+  from jaxrl_llm.runtime.writers import MetricsWriter, RolloutsWriter
+
+  store = exploring.new_store(folder / 'replay')
+  tokenizer = exploring.make_tokenizer(folder / 'tokenizer')
+  letters = [exploring.LETTERS[i % 8] for i in range(_PROMPT - 8)]
+  tasks = [
+    Task(
+      taskset='train',
+      domain='general',
+      prompt=({'role': 'user', 'content': ''.join(letters) + f'{i:08o}'.translate(_DIGITS)},),
+      truth='a',
+      fields={},
+    )
+    for i in range(_SAMPLES.value // _SIZE.value)
+  ]
+  exploration = exploring.Exploration(
+    tokenizer,
+    store,
+    lambda attempt: float(hash_of(attempt.completion) % 2),
+    engine=fleet,
+    tasks=tasks,
+    max_tokens=_TOKENS.value,
+    groups_per_batch=_SAMPLES.value // _SIZE.value,
+    group_size=_SIZE.value,
+    collect_deadline_s=3600.0,
+  )
+  batches = RolloutBatches(exploration.explorer)
+  logs = Logs(
+    metrics=MetricsWriter(folder, committed=None),
+    rollouts=RolloutsWriter(folder),
+    evals=None,
+    progress=None,
+    store=store,
+    batches={'grpo': batches},
+    evaluator=None,
+    suites=(),
+    token_text=tokenizer.token_text,
+    machine_metrics=dict,
+  )
+  return batches, logs
+
+
+_DIGITS = str.maketrans('01234567', 'abcdefgh')
+
+
+def hash_of(text: str) -> int:
+  return hashlib.blake2b(text.encode()).digest()[0]
+
+
+async def write(logs, batches, step: int) -> list:
+  """Takes a batch and writes what a step writes of it."""
+  from jaxrl_llm.batching.plan import StepPlan
+  from jaxrl_llm.learner.algorithm import Annotation
+  from jaxrl_llm.master import keeper
+  from jaxrl_llm.master.trainer import Batch, Updated
+
+  rows, counts = await batches.next()
+  plan = StepPlan(step=step, stage='grpo', rows=tuple(rows), counts=counts)
+  ones = np.ones(len(rows))
+  batch = Batch(plan, Annotation(ones, ones.astype(bool), {}), [])
+  logprobs = {i: -np.ones(row.length, np.float32) for i, row in enumerate(rows)}
+  updated, stage = Updated({}, logprobs, True), collections.namedtuple('Stage', 'name')('grpo')
+  seconds = {'step': 1.0, 'gen': 1.0}
+  done = keeper.write_step(logs, stage, step + 1, batch, updated, seconds, 1.0)
+  if inspect.isawaitable(done):
+    await done
+  return [member.sample for member in batches.taken().values()]
+
+
+async def measure(sockets: list[str], folder: pathlib.Path) -> dict:
+  """Returns CPU seconds by thread, process and part, the longest callback, and a digest of all
+  samples."""
+  parts, longest, digest, samples = Parts(), Longest(), hashlib.blake2b(), []
+  async with fleet_over(sockets, folder) as fleet:
+    batches, logs = open_run(fleet, folder)
+    async with batches.running():
+      batches.advance(0, 0)
+      for step in range(_STEPS.value + 1):
+        samples += await write(logs, batches, step)
+        if step == 0:  # The first step imports and opens what is used.
+          parts.seconds.clear()
+          longest.seconds = 0.0
+          began = usage()
+        if step < _STEPS.value:
+          batches.advance(step + 1, step + 1)
+      spent = {name: value - began[name] for name, value in usage().items()}
+  for sample in sorted(samples, key=lambda sample: sample.uid):
+    for array in (sample.tokens, sample.behaviour_logprobs, sample.loss_mask):
+      digest.update(array.tobytes())
+  count = _STEPS.value * _SAMPLES.value
+  spent['other threads'] = spent.pop('process') - spent['event loop']
+  return {
+    'threads': {name: seconds / count * 1e3 for name, seconds in spent.items()},
+    'parts': {part: parts.seconds[part] / count * 1e3 for part in PARTS},
+    'longest': [longest.seconds * 1e3, longest.name],
+    'digest': digest.hexdigest()[:16],
+  }
+
+
+def usage() -> dict[str, float]:
+  children = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return {
+    'event loop': time.thread_time(),
+    'process': time.process_time(),
+    'child processes': children.ru_utime + children.ru_stime,
+  }
+
+
+@contextlib.contextmanager
+def servers(folder: pathlib.Path):
+  sockets = [str(folder / f'{i}.sock') for i in range(_SERVERS.value)]
+  command = [sys.executable, __file__, 'serve', f'--tokens={_TOKENS.value}']
+  processes = [subprocess.Popen([*command, socket]) for socket in sockets]
+  try:
+    while not all(pathlib.Path(socket).exists() for socket in sockets):
+      if any(process.poll() is not None for process in processes):
+        raise SystemExit('a fake server ended at its start; see above')
+      time.sleep(0.1)
+    yield sockets
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
+
+
+def measured(tree: pathlib.Path) -> dict:
+  """Measures a tree in a process of its own."""
+  with tempfile.TemporaryDirectory() as directory:
+    folder = pathlib.Path(directory)
+    names = ('samples', 'tokens', 'steps', 'group_size')
+    options = [f'--{name}={flags.FLAGS[name].value}' for name in names]
+    with servers(folder) as sockets:
+      done = subprocess.run(
+        [sys.executable, __file__, 'measure', *options, directory, *sockets],
+        env=os.environ | {'MASTER_TREE': str(tree), 'JAX_PLATFORMS': 'cpu'},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+      )
+  (line,) = (line for line in done.stdout.splitlines() if line.startswith(_DONE))
+  return json.loads(line.removeprefix(_DONE))
+
+
+def table(sides: dict[str, dict]) -> None:
+  print(f'| CPU ms per sample of {_TOKENS.value} tokens | {" | ".join(sides)} |')
+  print(f'|---{"|---" * len(sides)}|')
+  for kind in ('threads', 'parts'):
+    for name in next(iter(sides.values()))[kind]:
+      print(f'| {name} | {" | ".join(f"{side[kind][name]:.1f}" for side in sides.values())} |')
+    if kind == 'threads':
+      totals = [sum(side[kind].values()) for side in sides.values()]
+      print(f'| all together | {" | ".join(f"{total:.1f}" for total in totals)} |')
+  longest = [f'{side["longest"][0]:.0f}' for side in sides.values()]
+  print(f'| longest callback | {" | ".join(longest)} |')
+  for name, side in sides.items():
+    loop, total = side['threads']['event loop'], sum(side['threads'].values())
+    rate = _TOKENS.value * 1e3 / max(loop, total / _CORES)
+    print(
+      f'{name}: longest callback {side["longest"][1]}; computed for {_CORES} cores: '
+      f'{rate / 1e6:.2f} million tokens per second, {rate / _HOSTS:,.0f} of each of {_HOSTS} hosts'
+    )
+
+
+def main(argv: list[str]) -> None:
+  role, *arguments = argv[1:] or ['compare']
+  if role == 'serve':
+    asyncio.run(serve(*arguments))
+  elif role == 'measure':
+    folder, *sockets = arguments
+    print(_DONE + json.dumps(asyncio.run(measure(sockets, pathlib.Path(folder)))))
+  else:
+    trees = {'before': pathlib.Path(_BEFORE.value)} if _BEFORE.value else {}
+    trees['now'] = _ROOT
+    for _ in range(_ROUNDS.value):
+      sides = {name: measured(tree.resolve()) for name, tree in trees.items()}
+      table(sides)
+      if len({side['digest'] for side in sides.values()}) > 1:
+        raise SystemExit('the two sides have different samples')
+
+
+if __name__ == '__main__':
+  app.run(main)

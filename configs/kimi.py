@@ -1,0 +1,88 @@
+"""Kimi k1.5's pipeline on the quickstart's task: two SFT stages, RL, RL with a length reward, and
+long2short, which merges weights, imitates the shortest correct answers, and trains on preferences
+for them with DPO.
+
+The stages follow sections 2.1 to 2.4 of the paper, at toy size. `long_cot` stands for the paper's
+small, clean data set of long reasoning; it has only right answers. `rl_length` continues `rl` with
+the length reward, which is added only when the policy answers well. `merge` starts from the mean of
+the weights of `long_cot` and `rl_length`, and only generates samples. `shortest` and `dpo` learn
+from these samples.
+
+Paper:     Kimi k1.5 (arXiv:2501.12599).
+Command:   jaxrl train --config=kimi
+Hardware:  a laptop's CPU.
+Time and result: docs/develop/acceptance.md.
+"""
+
+import dataclasses
+
+import quickstart
+
+from jaxrl_llm.api import (
+  AlgorithmConfig,
+  Config,
+  OptimizerConfig,
+  ScorerConfig,
+  SelectionConfig,
+  StageConfig,
+  Stored,
+)
+
+LENGTH = ScorerConfig(name='length', weight=0.0)
+"""Only the stage `rl_length` sets a weight, so that evaluations measure correctness alone."""
+
+
+def get_config() -> Config:
+  config = quickstart.get_config()
+  sft, grpo = config.stages
+  answered = dataclasses.replace(grpo.source, rewards={'verifier': 1.0})
+  stages = (
+    dataclasses.replace(sft, steps=400),
+    dataclasses.replace(
+      sft,
+      name='long_cot',
+      source=dataclasses.replace(sft.source, weights=(1.0, 0.0), count=256),
+      steps=30,
+      optimizer=dataclasses.replace(sft.optimizer, peak_lr=3e-4),
+    ),
+    dataclasses.replace(grpo, name='rl', source=answered, steps=140, evaluate_every=None),
+    dataclasses.replace(
+      grpo,
+      name='rl_length',
+      source=dataclasses.replace(grpo.source, rewards={'verifier': 1.0, 'length': 0.2}),
+      steps=40,
+      evaluate_every=None,
+      keep_optimizer=True,
+    ),
+    dataclasses.replace(
+      grpo,
+      name='merge',
+      init_from=('long_cot', 'rl_length'),
+      source=dataclasses.replace(answered, groups_per_batch=64, group_size=8, rollout_only=True),
+      steps=15,
+      evaluate_every=None,
+    ),
+    _long2short('shortest', 'sft', 'shortest_correct', OptimizerConfig(peak_lr=3e-4, b2=0.99)),
+    _long2short('dpo', 'dpo', 'pairs', OptimizerConfig(peak_lr=1e-4, b2=0.99)),
+  )
+  rewards = dataclasses.replace(config.rewards, scorers=(*config.rewards.scorers, LENGTH))
+  return dataclasses.replace(config, name='kimi', rewards=rewards, stages=stages)
+
+
+def _long2short(
+  name: str, algorithm: str, selection: str, optimizer: OptimizerConfig
+) -> StageConfig:
+  """Returns a stage that learns from the merged model's answers."""
+  source = Stored(
+    stages=('merge',),
+    tasksets=('train',),
+    selection=SelectionConfig(kind=selection),
+    sequences_per_batch=64,
+  )
+  return StageConfig(
+    name=name,
+    algorithm=AlgorithmConfig(name=algorithm),
+    source=source,
+    steps=60,
+    optimizer=optimizer,
+  )

@@ -1,0 +1,124 @@
+"""Attaches delayed rewards, such as human verdicts, to samples that wait for them. Works while the
+run is active, and also while it is stopped.
+
+jaxrl feedback --workdir=runs/x                                 # which groups wait
+jaxrl feedback --workdir=runs/x --uid=UID --value=1 --who=ann   # one verdict
+jaxrl feedback --workdir=runs/x --import=FILE.jsonl             # many verdicts
+jaxrl feedback --workdir=runs/x --export=FILE.jsonl             # the groups that wait
+jaxrl feedback --workdir=runs/x --page=FILE.html                # a page on which people judge them
+jaxrl feedback --workdir=runs/x --pairs=FILE.jsonl              # preference pairs of all verdicts
+
+When the command returns, all accepted verdicts are on disk. Each line of an imported file has
+`uid`, `value` and `who` (a verdict), or `chosen`, `rejected` and `who` (a comparison), and
+optionally `scorer` and `attempt`. If any lines are refused, they are printed with the reasons, the
+other lines are attached, and the exit code is 1. A file may be imported repeatedly. The exported
+pairs can train DPO and reward models.
+
+With --json, each of these commands prints one JSON document.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Sequence
+
+from absl import flags
+
+from jaxrl_llm.app.offline.feedback import (
+  export_groups,
+  export_pairs,
+  import_file,
+  waiting_groups,
+)
+from jaxrl_llm.config.load import parse_flags
+from jaxrl_llm.core import script
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.replay.inbox import LateVerdict, attach
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
+flags.DEFINE_string('uid', None, 'Sample to which a verdict is attached.', flag_values=FLAGS)
+flags.DEFINE_float('value', None, 'Value of the verdict.', flag_values=FLAGS)
+flags.DEFINE_string('who', None, 'Name of the person or program that judges.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'scorer', None, 'Scorer whose reward this is; needed only with several.', flag_values=FLAGS
+)
+flags.DEFINE_string(
+  'import', None, 'Attach the verdicts in this file, as JSON Lines.', flag_values=FLAGS
+)
+flags.DEFINE_string(
+  'export', None, 'Write the groups that wait to this file, as JSON Lines.', flag_values=FLAGS
+)
+flags.DEFINE_string(
+  'page', None, 'Write an HTML page on which people judge the groups.', flag_values=FLAGS
+)
+flags.DEFINE_string(
+  'pairs', None, 'Write preference pairs to this file, as JSON Lines.', flag_values=FLAGS
+)
+flags.DEFINE_bool('json', False, 'Print one JSON document.', flag_values=FLAGS)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command and returns its exit code."""
+  return script.exit_code(lambda: _main(argv), as_json=script.asks_json(argv))
+
+
+def _main(argv: Sequence[str]) -> int:
+  parse_flags(argv, FLAGS, __doc__, takes_config=False)
+  if FLAGS.workdir is None:
+    raise UserError('--workdir is missing; usage: jaxrl feedback --workdir=DIR')
+  directory = pathlib.Path(FLAGS.workdir) / 'replay'
+  if FLAGS['import'].value is not None:
+    imported = import_file(directory, pathlib.Path(FLAGS['import'].value))
+    _show(imported.to_json(), imported.lines)
+    return 1 if imported.refused else 0
+  if FLAGS.export is not None or FLAGS.page is not None:
+    return _export(directory)
+  if FLAGS.pairs is not None:
+    made = export_pairs(directory, pathlib.Path(FLAGS.pairs))
+    _show(
+      {**made._asdict(), 'file': FLAGS.pairs},
+      [f'{made.pairs} pairs written to {FLAGS.pairs}', *made.lines],
+    )
+    return 0
+  if FLAGS.uid is not None:
+    return _attach(directory)
+  for name in ('value', 'who', 'scorer'):
+    if FLAGS[name].value is not None:
+      raise UserError(f'--{name}: only with --uid=UID')
+  groups = waiting_groups(directory)
+  _show(
+    {'groups': [dataclasses.asdict(group) for group in groups]},
+    [group.line for group in groups] or ['no group waits for delayed rewards'],
+  )
+  return 0
+
+
+def _attach(directory: pathlib.Path) -> int:
+  for name in ('value', 'who'):
+    if FLAGS[name].value is None:
+      raise UserError(f'--{name} is missing; a verdict has --uid, --value and --who')
+  verdict = LateVerdict(uid=FLAGS.uid, value=FLAGS.value, who=FLAGS.who, scorer=FLAGS.scorer)
+  (reply,) = attach(directory, [verdict])
+  if reply.refused is not None:
+    raise UserError(reply.line)
+  _show(dataclasses.asdict(reply), [reply.line])
+  return 0
+
+
+def _export(directory: pathlib.Path) -> int:
+  file, page = (None if name is None else pathlib.Path(name) for name in (FLAGS.export, FLAGS.page))
+  groups = export_groups(directory, file, page)
+  written = [str(path) for path in (file, page) if path is not None]
+  _show({'groups': groups, 'files': written}, [f'{groups} groups written to {", ".join(written)}'])
+  return 0
+
+
+def _show(document: Json, lines: Iterable[str]) -> None:
+  """Prints the document with --json, otherwise the lines."""
+  if FLAGS.json:
+    script.print_json(document)
+  else:
+    print(*lines, sep='\n')

@@ -1,0 +1,162 @@
+"""Builds the source of each stage's batches from the configuration."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+
+from jaxrl_llm.app.composition.prepare import Prepared
+from jaxrl_llm.app.composition.setup import Setup
+from jaxrl_llm.app.composition.stages import build_processors
+from jaxrl_llm.app.composition.static_rows import (
+  demonstrations_file,
+  held_out_file,
+  static_file,
+)
+from jaxrl_llm.app.composition.stored_rows import write_own
+from jaxrl_llm.app.schema import StageConfig
+from jaxrl_llm.app.sources import PastConfig, Recorded, Rollouts
+from jaxrl_llm.data.streams import RowStream, all_rows
+from jaxrl_llm.master.batches import (
+  Batches,
+  LateBatches,
+  MixedBatches,
+  RolloutBatches,
+  StreamBatches,
+)
+from jaxrl_llm.master.exploring.config import ExplorerConfig
+from jaxrl_llm.master.exploring.explorer import Explorer
+from jaxrl_llm.master.exploring.past import Past
+from jaxrl_llm.master.exploring.runner import GroupRunner
+from jaxrl_llm.master.recorded import RecordedBatches, RecordedGroups
+from jaxrl_llm.master.trainer import Stage
+from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.rollout.workflow import completion_text
+from jaxrl_llm.runtime import history
+from jaxrl_llm.tasks.sampler import TaskSampler
+
+
+def build_batches(
+  setup: Setup,
+  prepared: Prepared,
+  stage: Stage,
+  store: ReplayStore,
+  runner: Callable[[ExplorerConfig], GroupRunner],
+) -> Batches:
+  """Builds the source of a stage's batches.
+
+  Args:
+    runner: returns the runner of the stage's groups for its explorer configuration.
+  """
+  config, workdir, events = setup.config, setup.workdir, setup.process.events
+  seed = config.seed
+  stage_config = next(configured for configured in config.stages if configured.name == stage.name)
+  source = stage_config.source
+  if isinstance(source, Recorded):
+    groups = recorded_groups(workdir, stage_config, prepared)
+    return RecordedBatches(groups, count=source.groups_per_batch, seed=seed, events=events)
+  if not isinstance(source, Rollouts):
+    open_stream = functools.partial(
+      RowStream,
+      workdir,
+      static_file(stage_config),
+      rows=source.sequences,
+      seed=seed,
+      unit=source.unit,
+    )
+    if stage_config.waits_for_rows:
+      return LateBatches(_selecting(setup, prepared, stage_config, open_stream), events=events)
+    stream = open_stream()
+    measured = held_out_file(stage_config)
+    held_out = all_rows(workdir, measured) if measured is not None else ()
+    return StreamBatches(stream, held_out, events=events)
+  tasksets = [prepared.tasksets[name] for name in source.tasksets]
+  explorer_config = ExplorerConfig(
+    stage=stage.name,
+    restarted=_restarted(workdir),
+    earlier=tuple(before.name for before in config.stages[: config.stages.index(stage_config)]),
+    first_step=stage.start,
+    groups_per_batch=source.groups_per_batch,
+    group_size=source.group_size,
+    max_steps=config.rollout.max_steps,
+    bound=source.bound,
+    batch_policy=source.batch_policy,
+    batches=stage_config.steps,
+    sampling=config.rollout.sampling(source.temperature),
+    selection=source.selection,
+    processors=build_processors(source.processors),
+    past=_past(stage.name, source.past, seed),
+    partial=config.rollout.partial,
+    max_dropped_groups=source.max_dropped_groups,
+    limits=source.limits,
+    collect_deadline_s=config.rollout.collect_deadline_s,
+  )
+  explorer = Explorer(
+    explorer_config,
+    runner(explorer_config),
+    sampler=TaskSampler(tasksets, source.sampler, seed=seed),
+    store=store,
+    events=events,
+  )
+  if source.experts is None:
+    return RolloutBatches(explorer, trains=stage.trains)
+  stream = RowStream(workdir, demonstrations_file(stage.name), rows=source.expert_rows, seed=seed)
+  return MixedBatches(explorer, StreamBatches(stream, events=events))
+
+
+def forget_later_rows(setup: Setup, step: int) -> None:
+  """Removes the rows that were selected from the store for stages beginning after `step`, at which
+  the run resumes or branches. They are selected again when such a stage begins.
+  """
+  for stage, config in zip(setup.stages, setup.config.stages, strict=True):
+    if config.waits_for_rows and step <= stage.start:
+      (setup.workdir / static_file(config)).unlink(missing_ok=True)
+
+
+def _selecting(
+  setup: Setup, prepared: Prepared, stage: StageConfig, open_stream: Callable[[], RowStream]
+) -> Callable[[], RowStream]:
+  """Returns a function that opens the stage's rows, after selecting them from the store if
+  necessary.
+  """
+
+  def select() -> RowStream:
+    write_own(stage, setup.config, prepared.tasksets, prepared.tokenizer, setup.workdir)
+    return open_stream()
+
+  return select
+
+
+def _restarted(workdir: pathlib.Path) -> int:
+  """Returns the step at which the run last branched with --reset_data; 0 if it never did."""
+  return max(
+    (
+      entry.parent.step
+      for entry in history.read(workdir)
+      if entry.parent is not None and 'data' in entry.parent.reset
+    ),
+    default=0,
+  )
+
+
+def _past(stage: str, past: PastConfig | None, seed: int) -> Past | None:
+  if past is None:
+    return None
+  return Past(stage=stage, groups=past.groups, max_uses=past.max_uses, config=past.draw, seed=seed)
+
+
+def recorded_groups(
+  workdir: pathlib.Path, stage: StageConfig, prepared: Prepared
+) -> RecordedGroups:
+  """Opens the file with the groups that were copied from another run for this stage."""
+  tasks = {
+    task.uid: task for name in stage.source.tasksets for task in prepared.tasksets[name].tasks
+  }
+
+  def text(sample):
+    return completion_text(
+      prepared.tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
+    )
+
+  return RecordedGroups(workdir, static_file(stage), tasks=tasks, text=text)

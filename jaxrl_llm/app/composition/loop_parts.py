@@ -1,0 +1,151 @@
+"""Builds the parts of the main loop, such as the publisher and the stages' trainers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+from jax.sharding import Mesh
+
+from jaxrl_llm.app.composition.resources import Resources
+from jaxrl_llm.app.composition.setup import Setup
+from jaxrl_llm.app.composition.sharing import check_allocator
+from jaxrl_llm.app.composition.state import (
+  begin_stage,
+  commits_needed,
+  critic_model,
+  origins,
+  starting_state,
+)
+from jaxrl_llm.app.schema import Config
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.data.load import RowLoader
+from jaxrl_llm.master.batches import (
+  Planner,
+)
+from jaxrl_llm.master.keeper import RunKeeper, Start
+from jaxrl_llm.master.loop import EnterStage, LoopState, Parts
+from jaxrl_llm.master.phases import RESIDENT, MemoryPhases, Phases
+from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
+from jaxrl_llm.models import lora
+from jaxrl_llm.rollout.api import Engine, Releasable
+from jaxrl_llm.rollout.embedded.engine import EmbeddedEngine
+from jaxrl_llm.rollout.probe import Prober
+from jaxrl_llm.rollout.publisher import Gatherer, Publisher
+from jaxrl_llm.runtime import goodput
+
+
+def build_gatherer(config: Config, mesh: Mesh, *, several: bool | None = None) -> Gatherer:
+  """Builds the gatherer that copies the policy's weights to the host for the engine. The arguments
+  are those of `Gatherer`.
+  """
+  spec = config.rollout.engine_spec()
+  merges = config.policy.lora is not None and not spec.adapters
+  dtype = config.policy.dtype if spec.dtype == 'policy' else spec.dtype
+  return Gatherer(mesh, config.policy.lora if merges else None, dtype=dtype, several=several)
+
+
+def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
+  """Builds the publisher that sends the parameters of all processes to process 0's `engine`."""
+  config, model, process = setup.config, setup.model, setup.process
+  spec = config.rollout.engine_spec()
+  apart = config.policy.lora is not None and spec.adapters
+  return Publisher(
+    engine,
+    build_gatherer(config, process.mesh),
+    process.device,
+    prober=Prober(model, process.mesh, max_length=config.rollout.max_length)
+    if spec.served
+    else None,
+    changing=(lambda params: lora.split(params, model.spec, model.options)[0])
+    if apart
+    else lambda params: params,
+    events=process.events,
+  )
+
+
+def stage_entrance(setup: Setup) -> EnterStage:
+  """Returns a function that enters a stage. It builds the stage's trainer and, if the stage has no
+  completed step, initialises the stage's state.
+  """
+  process, critic = setup.process, critic_model(setup.model)
+  loader = RowLoader(setup.workdir, process.mesh)
+
+  async def new_attempt() -> int:
+    """Returns the number of a new attempt, the same in every process."""
+
+    async def take():
+      return setup.next_attempt() if setup.next_attempt is not None else 0
+
+    return await process.coordinator.broadcast(take() if process.coordinator.leads else None)
+
+  async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
+    if state.step == stage.start:
+      if origins(stage, setup.config):
+        state = await process.device.run(starting_state, stage, setup, state)
+        state = dataclasses.replace(state, attempt=await new_attempt(), moved=0)
+      state = await process.device.run(
+        begin_stage, stage, setup.config, state, process.mesh, critic
+      )
+    has_critic = stage.algorithm.critic_loss is not None
+    roles = Roles(setup.model, critic if has_critic else None)
+    return StageTrainer(stage, process, roles=roles, loader=loader, learned=state.learned), state
+
+  return enter_stage
+
+
+def build_phases(setup: Setup, engine: Engine | None) -> Phases:
+  """Builds the memory phases of this process.
+
+  Raises:
+    UserError: a user-defined engine cannot be released, or servers could not use the memory that
+      the trainer frees.
+  """
+  config = setup.config.phases
+  if config is None:
+    return RESIDENT
+  check_allocator(setup.config, setup.process.mesh.devices.flat[0].platform)
+  if config.engine == 'resident' or engine is None:
+    return MemoryPhases(config, setup.process, None, setup.workdir)
+  if not isinstance(engine, Releasable):
+    raise UserError(
+      f'phases.engine: {config.engine!r}, and engine {engine.name!r} has no release and restore '
+      "(Releasable in docs/reference/api.md); wanted 'resident'"
+    )
+  return MemoryPhases(config, setup.process, engine, setup.workdir)
+
+
+def build_parts(setup: Setup, start: Start, resources: Resources | None) -> Parts:
+  """Builds the parts of the main loop. `resources` is None in all processes except process 0."""
+  config = setup.config
+  engine, index = resources.engine if resources else None, jax.process_index()
+  publisher = build_publisher(setup, engine)
+  phases = build_phases(setup, engine)
+  if isinstance(engine, EmbeddedEngine):
+    setup.process.stopwatch.sampled_s = lambda: engine.sampled_s
+  return Parts(
+    stages=setup.stages,
+    process=setup.process,
+    publisher=publisher,
+    keeper=RunKeeper(
+      setup.process,
+      start,
+      publisher=publisher,
+      checkpoints=setup.checkpoints,
+      logs=resources.logs if resources else None,
+      generates=bool(config.evaluation),
+      phases=phases,
+      needed=functools.partial(commits_needed, config, setup.stages),
+      goodput_file=None if resources else goodput.file_of(setup.workdir, index),
+    ),
+    enter_stage=stage_entrance(setup),
+    planner=Planner(
+      seed=config.seed,
+      every_steps=config.checkpoint.every_steps,
+      every_minutes=config.checkpoint.every_minutes,
+      stop=start.stop,
+    ),
+    batches=dict(resources.logs.batches) if resources else {},
+    phases=phases,
+  )

@@ -1,0 +1,123 @@
+"""Shapes of a stage's packed batches, and whether its sequences share prefixes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from absl import logging
+from jax.sharding import Mesh
+
+from jaxrl_llm.app.schema import Config, StageConfig
+from jaxrl_llm.app.sources import Recorded, Rollouts
+from jaxrl_llm.batching.plan import Shape, plan_shape
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.models.attention import chosen
+from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.ops.attention import SHARES_PREFIXES
+from jaxrl_llm.parallel.mesh import SEQUENCE, data_parallel_ranks
+
+
+class _Chunking(NamedTuple):
+  chunks: int
+  """Number of chunks per rank and micro-batch."""
+  chunk_len: int
+  shares_prefixes: bool
+
+
+def stage_shape(
+  stage: StageConfig,
+  config: Config,
+  mesh: Mesh,
+  lengths: Sequence[int],
+  *,
+  options: ModelOptions,
+) -> Shape:
+  """Returns the shape of the arrays of a minibatch, which is the same in all steps of a stage.
+
+  Args:
+    lengths: sequence lengths of the stage in tokens; empty if they are not known in advance.
+    options: compute options of the policy.
+
+  Raises:
+    UserError: the configured length of a chunk is too small or does not fit the mesh.
+  """
+  source = stage.source
+  # Rollouts and expert rows are divided among the minibatches separately. If either number is not
+  # divisible, some minibatches get one more unit (row, or pair of rows), for which there must be
+  # room. Every trajectory may have the maximum number of steps. A batch with fewer rows has fewer
+  # micro-batches of the same shape.
+  kinds = config.sequences(stage)
+  rows = sum(-(-kind // source.unit // stage.minibatches) * source.unit for kind in kinds)
+  chunking = _chunking(stage, config, mesh, options)
+  return plan_shape(
+    rows=rows,
+    ranks=data_parallel_ranks(mesh),
+    unit=source.unit,
+    lengths=lengths,
+    longest=config.rollout.max_length,
+    **chunking._asdict(),
+  )
+
+
+def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOptions) -> _Chunking:
+  """Returns the chunks of a micro-batch. If sequences share prefixes, chunks are longer, so that a
+  chunk has room for sequences with a common prompt. The number of tokens in the micro-batch stays
+  the same.
+  """
+  apart = _Chunking(config.learner.chunks_per_rank, _chunk_len(config, mesh), False)
+  unit = stage.source.unit
+  # The rows of a pair are never separated.
+  alike = unit if unit == 2 else -(-_alike(stage, config) // stage.minibatches)
+  if alike == 1 or not config.learner.share_prefixes:
+    return apart
+  chunks, chunk_len = apart[:2]
+  # The cost of masked attention grows with the square of the chunk's length.
+  if config.learner.chunk_len is None and options.attention != 'masked':
+    rollout, room = config.rollout, chunks * chunk_len
+    tree = rollout.max_prompt_length + alike * (rollout.max_response_length + 1)
+    chunks = max(1, room // tree)
+    # Long chunks get a length with many divisors, since logits are computed for a fraction of it.
+    multiple = math.lcm(128 if room // chunks >= 1024 else 8, mesh.shape[SEQUENCE])
+    chunk_len = max(chunk_len, room // chunks // multiple * multiple)
+    if chunks * (chunk_len // rollout.max_length) < unit:
+      chunks, chunk_len = apart[:2]
+  choice = chosen(options, mesh, time=chunk_len, keys=chunk_len, same_tokens=True)
+  if choice.implementation not in SHARES_PREFIXES:
+    logging.info(
+      'stage %s: shared prefixes are computed once per sequence, since attention is %s (%s)',
+      *(stage.name, choice.implementation, choice.reason),
+    )
+    return apart
+  return _Chunking(chunks, chunk_len, True)
+
+
+def _alike(stage: StageConfig, config: Config) -> int:
+  """Returns the maximum number of sequences in a batch that have the same prompt and may share it
+  within a chunk.
+  """
+  source = stage.source
+  if isinstance(source, Rollouts):
+    return source.selection.most(source.group_size) * config.rollout.max_steps
+  if isinstance(source, Recorded):
+    return source.group_size * config.rollout.max_steps
+  return 1
+
+
+def _chunk_len(config: Config, mesh: Mesh) -> int:
+  """Returns the length of a packed chunk in tokens, if sequences do not share prefixes."""
+  longest, sequence = config.rollout.max_length, mesh.shape[SEQUENCE]
+  multiple = math.lcm(8, sequence)
+  chunk_len = config.learner.chunk_len or -(-longest // multiple) * multiple
+  if chunk_len % sequence:
+    raise UserError(
+      f'learner.chunk_len: {chunk_len} tokens cannot be cut over learner.mesh.sequence={sequence} '
+      'devices; wanted a multiple of it'
+    )
+  if chunk_len < longest:
+    raise UserError(
+      f'learner.chunk_len: {chunk_len} tokens are too few for max_prompt_length + '
+      f'max_response_length = {longest}'
+    )
+  return chunk_len

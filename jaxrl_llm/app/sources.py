@@ -1,0 +1,360 @@
+"""Sources of the batches of a stage, such as rollouts, demonstrations or preference pairs.
+
+Each source is a frozen dataclass with its own fields and checks, so that a field without meaning
+for a source cannot be set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from jaxrl_llm.config.moved import moved
+from jaxrl_llm.config.values import check_at_least
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.master.exploring.batch_policy import BatchPolicyName, batches_ahead
+from jaxrl_llm.master.exploring.limits import TaskLimits
+from jaxrl_llm.master.exploring.processors import ProcessorConfig, check_processors
+from jaxrl_llm.master.exploring.selection import SelectionConfig
+from jaxrl_llm.replay.draw import DrawConfig
+from jaxrl_llm.tasks.sampler import SamplerConfig
+from jaxrl_llm.tasks.taskset import DemonstrationsConfig
+
+
+def _check_tasksets(where: str, names: tuple[str, ...]) -> None:
+  if not names:
+    raise UserError(f'{where}tasksets: empty, wanted at least one; name a configured taskset')
+
+
+@moved({'demonstrations': 'templates, with weights, count and seed beside it'})
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(DemonstrationsConfig):
+  """Expert demonstrations that join each batch of rollouts."""
+
+  tasksets: tuple[str, ...]
+  """Names of the configured tasksets whose tasks are demonstrated."""
+  ratio: float = 0.25
+  """Minimum share of expert sequences in the batch, between 0 and 1; their number is rounded up."""
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not 0 < self.ratio < 1:
+      raise UserError(f'experts.ratio: {self.ratio}, wanted a share between 0 and 1')
+
+  def rows(self, usual: int) -> int:
+    """Returns the number of expert sequences that are added to `usual` rollouts."""
+    return math.ceil(usual * self.ratio / (1 - self.ratio) - 1e-9)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PastConfig:
+  """Replay: groups of earlier batches that are trained on again, together with new groups."""
+
+  groups: int
+  """Maximum number of replayed groups per batch, in addition to the `groups_per_batch` new ones.
+  The first batches contain fewer, because there are few earlier groups.
+  """
+  max_uses: int
+  """Maximum number of batches that train on the same group, including the first one."""
+  draw: DrawConfig = DrawConfig()
+  """Rule that selects the groups to replay."""
+
+  def __post_init__(self):
+    check_at_least('past.', self, groups=1, max_uses=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollouts:
+  """Source of a stage's batches: groups of the policy's own rollouts."""
+
+  tasksets: tuple[str, ...]
+  """Names of the configured tasksets whose tasks the policy attempts."""
+  sampler: SamplerConfig = SamplerConfig()
+  """Order in which tasks are drawn."""
+  groups_per_batch: int = 16
+  """Number of new groups (one task each) per batch."""
+  group_size: int = 8
+  """Number of samples in a group."""
+  temperature: float = 1.0
+  """Sampling temperature. There is no top_p or top_k for training rollouts, since the trainer's
+  logprobs are those of the unfiltered distribution.
+  """
+  rewards: Mapping[str, float] | None = None
+  """Weights of the scorers that judge the stage's rollouts, keyed by scorer name. Other scorers do
+  not judge them. If None, all scorers judge them with their configured weights.
+  """
+  limits: TaskLimits = TaskLimits()
+  """Time limits for generating and scoring a group."""
+  max_dropped_groups: int = 100
+  """Maximum number of groups that may be dropped while one batch is collected. A group is dropped
+  if none of its samples can be scored, or if none is selected. The run ends if more are dropped.
+  """
+  processors: tuple[ProcessorConfig, ...] = ()
+  """Processors applied in order to a finished group before selection; see
+  `master.exploring.processors`.
+  """
+  selection: SelectionConfig = SelectionConfig()
+  """Rule that selects the samples of a finished group to train on."""
+  experts: ExpertsConfig | None = None
+  """Expert demonstrations that join the rollouts of each batch. Only for the algorithm `mix`. If
+  None, there are none.
+  """
+  past: PastConfig | None = None
+  """Replay of groups from earlier batches. If None, batches consist of new groups only."""
+  bound: int = 0
+  """Maximum staleness: number of updates between the weights that generated a rollout and the
+  weights that are trained on it. 0 means on-policy training.
+  """
+  batch_policy: BatchPolicyName = 'in_order'
+  """Rule that decides which groups form a batch.
+
+  'in_order': those that started first; the batch waits for them, so long answers are not at a
+  disadvantage. 'complete_first': those that have finished, in the order in which they started;
+  unfinished groups are passed over and join a later batch. Groups are then started for fewer
+  batches ahead, half of `bound` (rounded up), so that no group becomes older than `bound` permits.
+  Early batches contain more short answers, and long answers are older when they are trained on.
+  Timing decides which groups form a batch, so 'complete_first' is refused if `bound` is 0. With
+  bound 1 no group could be passed over, so it needs at least 2.
+  """
+  publish_every: int = 1
+  """Number of updates between two publications of the weights to the engine."""
+  rollout_only: bool = False
+  """Whether rollouts are generated, scored, processed and stored, but not trained on. Later stages
+  start with a new optimizer and critic.
+  """
+
+  @property
+  def unit(self) -> int:
+    """Number of sequences that are never divided between minibatches: 2 for pairs, else 1."""
+    return self.selection.unit
+
+  @property
+  def groups(self) -> int:
+    """Maximum number of groups in a batch, including replayed ones."""
+    return self.groups_per_batch + (self.past.groups if self.past is not None else 0)
+
+  @property
+  def expert_rows(self) -> int:
+    """Number of expert sequences in a batch."""
+    return self.experts.rows(self._usual) if self.experts is not None else 0
+
+  @property
+  def sequences(self) -> int:
+    """Maximum number of sequences in a batch, including expert rows."""
+    return self._usual + self.expert_rows
+
+  @property
+  def _usual(self) -> int:
+    """Maximum number of rollouts in a batch, as opposed to expert rows."""
+    return self.groups * self.selection.most(self.group_size)
+
+  def check(self, where: str) -> None:
+    """Raises UserError for invalid or contradictory values. In messages, `where` precedes the name
+    of the field.
+    """
+    _check_tasksets(where, self.tasksets)
+    check_at_least(
+      where, self, groups_per_batch=1, group_size=1, max_dropped_groups=0, bound=0, publish_every=1
+    )
+    self.sampler.check_tasksets(self.tasksets, where)
+    check_processors(self.processors, f'{where}processors')
+    if self.temperature <= 0:
+      raise UserError(
+        f'{where}temperature: {self.temperature} is not above 0: training needs samples to differ'
+      )
+    if self.selection.pairs and self.group_size < 2:
+      raise UserError(f'{where}group_size: 1 sample makes no pair; wanted at least 2')
+    if self.experts is not None and self.selection.kind not in ('all', 'mixed'):
+      raise UserError(
+        f'{where}selection: {self.selection.kind!r} cannot be combined with experts; wanted all or '
+        'mixed'
+      )
+    if self.rollout_only and (self.past is not None or self.experts is not None):
+      raise UserError(
+        f'{where}rollout_only: trains on nothing, so that earlier groups and experts are of no '
+        'use; remove it, or those'
+      )
+    if self.past is not None:
+      most = self.groups_per_batch * (self.past.max_uses - 1)
+      if self.past.groups > most:
+        raise UserError(
+          f'{where}past.groups: {self.past.groups}, and {self.groups_per_batch} new groups a '
+          f'batch, each used at most {self.past.max_uses - 1} times more, leave {most}; lower it, '
+          'or raise max_uses'
+        )
+    if self.batch_policy != 'in_order' and self.bound < 2:
+      why = 'no clock may decide what a batch contains'
+      raise UserError(
+        f'{where}batch_policy: {self.batch_policy!r} with bound {self.bound}, at which '
+        f"{'no group may be passed over' if self.bound else why}; wanted 'in_order', or a bound of "
+        'at least 2'
+      )
+    ahead = batches_ahead(self.batch_policy, self.bound)
+    if ahead < self.bound and self.publish_every > ahead + 1:
+      raise UserError(
+        f'{where}publish_every: {self.publish_every}, and with batch_policy {self.batch_policy!r} '
+        f'and bound {self.bound}, groups start for {ahead} batches ahead; wanted at most '
+        f'{ahead + 1}, or a larger bound'
+      )
+    if self.publish_every > self.bound + 1:
+      age = self.publish_every - 1
+      raise UserError(
+        f'{where}publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last '
+        f'batch before a publication would train on rollouts of weights {age} updates old; raise '
+        f'bound to {age}, or publish more often'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demonstrations(DemonstrationsConfig):
+  """Source of a stage's batches: demonstrations, which are answers to imitate, made from tasks."""
+
+  tasksets: tuple[str, ...]
+  """Names of the configured tasksets whose tasks are demonstrated."""
+  sequences_per_batch: int = 64
+  """Number of demonstrations per batch. Each is one sequence."""
+  unit: ClassVar[int] = 1
+  """Number of sequences that belong together and are never divided between minibatches."""
+
+  @property
+  def sequences(self) -> int:
+    """Maximum number of sequences in a batch."""
+    return self.sequences_per_batch
+
+  def check(self, where: str) -> None:
+    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
+    _check_tasksets(where, self.tasksets)
+    check_at_least(where, self, sequences_per_batch=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Examples:
+  """Source of a stage's batches: examples to imitate, which are conversations, completions or
+  texts.
+  """
+
+  train: str
+  """Name of the configured examples to train on."""
+  held_out: str | None = None
+  """Name of the configured examples on which each evaluation measures the loss
+  (`val-core/<name>/sft_loss`). If None, the loss is not measured.
+  """
+  sequences_per_batch: int = 64
+  """Number of sequences per batch."""
+  tasksets: ClassVar[tuple[str, ...]] = ()
+  """Always empty, since examples have their own prompts."""
+  unit: ClassVar[int] = 1
+  """Number of sequences that belong together and are never divided between minibatches."""
+
+  @property
+  def sequences(self) -> int:
+    """Maximum number of sequences in a batch."""
+    return self.sequences_per_batch
+
+  def check(self, where: str) -> None:
+    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
+    check_at_least(where, self, sequences_per_batch=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pairs:
+  """Source of a stage's batches: preference pairs."""
+
+  train: str
+  """Name of the configured preferences to train on."""
+  held_out: str | None = None
+  """Name of the configured preferences on which each evaluation measures the accuracy
+  (`val-core/<name>/rewards/accuracies`). If None, the accuracy is not measured.
+  """
+  sequences_per_batch: int = 64
+  """Number of sequences per batch; a pair has two."""
+  tasksets: ClassVar[tuple[str, ...]] = ()
+  """Always empty, since pairs have their own prompts."""
+  unit: ClassVar[int] = 2
+  """Number of sequences that belong together and are never divided between minibatches."""
+
+  @property
+  def sequences(self) -> int:
+    """Maximum number of sequences in a batch."""
+    return self.sequences_per_batch
+
+  def check(self, where: str) -> None:
+    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
+    check_at_least(where, self, sequences_per_batch=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorded:
+  """Source of a stage's batches: another run's stored groups of rollouts, for offline training."""
+
+  run: str
+  """Directory of the other run. It is read once, at the first start of this run."""
+  stage: str | None = None
+  """Stage of the other run whose rollouts are used. If None, the rollouts of all stages are
+  used.
+  """
+  tasksets: tuple[str, ...]
+  """Names of configured tasksets; rollouts of other tasks are skipped."""
+  groups_per_batch: int = 16
+  """Number of groups (one task each) per batch."""
+  group_size: int = 8
+  """Maximum number of samples in a group."""
+  unit: ClassVar[int] = 1
+  """Number of sequences that belong together and are never divided between minibatches."""
+
+  @property
+  def sequences(self) -> int:
+    """Maximum number of sequences in a batch."""
+    return self.groups_per_batch * self.group_size
+
+  def check(self, where: str) -> None:
+    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
+    _check_tasksets(where, self.tasksets)
+    check_at_least(where, self, groups_per_batch=1, group_size=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+  """Source of a stage's batches: rollouts that earlier stages, or another run, have stored. They
+  are selected by reward, as demonstrations (rejection sampling, best of n) or as preference pairs.
+  """
+
+  run: str | None = None
+  """Directory of another run, which is read only when this run starts for the first time. If None,
+  the rollouts are this run's own, and are selected when the stage begins.
+  """
+  stages: tuple[str, ...]
+  """Names of the stages whose rollouts are used: earlier ones of this run, or those of `run`."""
+  tasksets: tuple[str, ...]
+  """Names of configured tasksets; rollouts of other tasks are skipped."""
+  selection: SelectionConfig = SelectionConfig(kind='above')
+  """Rule that selects samples of each stored group."""
+  sequences_per_batch: int = 64
+  """Number of sequences per batch; a pair consists of two."""
+
+  @property
+  def unit(self) -> int:
+    """Number of sequences that are never divided between minibatches: 2 for pairs, else 1."""
+    return self.selection.unit
+
+  @property
+  def sequences(self) -> int:
+    """Maximum number of sequences in a batch."""
+    return self.sequences_per_batch
+
+  def check(self, where: str) -> None:
+    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
+    _check_tasksets(where, self.tasksets)
+    check_at_least(where, self, sequences_per_batch=1)
+    if not self.stages:
+      raise UserError(f'{where}stages: empty, wanted at least one stage that stores rollouts')
+    if not (self.selection.pairs or self.selection.imitates):
+      raise UserError(
+        f'{where}selection: {self.selection.kind!r} selects whole groups, for which Recorded is '
+        'the source; wanted shortest_correct, best or above (for sft), or pairs or margin (for dpo)'
+      )
+
+
+Source = Rollouts | Demonstrations | Examples | Pairs | Recorded | Stored

@@ -1,0 +1,107 @@
+"""Moves work on long sequences off the event loop's thread: to worker threads, for functions that
+release Python's global lock most of the time, or to a second event loop.
+
+Only the work that takes the longest per token is moved: receiving and parsing servers' responses,
+decoding text, computing metrics, and writing transcripts. The following work also grows with the
+length of sequences, but stays on the event loop's thread: building the lists of prompt tokens in
+requests, encoding samples and writing them to the store's index, and finding the prefixes that the
+rows of a batch share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+T = TypeVar('T')
+P = ParamSpec('P')
+
+_SHORT = 1024
+"""Number of tokens up to which a function is called directly, because handing the call to a thread
+would take as long as the call.
+"""
+_END_S = 5.0
+"""Maximum seconds that a cancelled call waits for its coroutine to end."""
+
+
+async def by_length(tokens: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+  """Returns `function(*args, **kwargs)`. The function is called in a thread if it works on many
+  tokens, and directly otherwise.
+
+  Args:
+    tokens: number of tokens that the function works on.
+  """
+  if tokens <= _SHORT:
+    return function(*args, **kwargs)
+  return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def in_daemon_thread(
+  function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> asyncio.Future[T]:
+  """Starts `function(*args, **kwargs)` in a new thread, and returns a future of the result.
+
+  Unlike with `asyncio.to_thread`, neither the event loop nor the process waits for the thread when
+  it ends.
+  """
+  result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+  def work() -> None:
+    try:
+      result.set_result(function(*args, **kwargs))
+    except BaseException as error:
+      result.set_exception(error)
+
+  threading.Thread(target=work, name=function.__name__, daemon=True).start()
+  return asyncio.wrap_future(result)
+
+
+class BackgroundLoop:
+  """An event loop in a daemon thread, for requests whose responses are large."""
+
+  def __init__(self, name: str):
+    self._loop = asyncio.new_event_loop()
+    threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+
+  async def run(self, work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine in the background loop and returns its result. Cancelling this call also
+    cancels the coroutine, and waits up to `_END_S` seconds for it to end.
+    """
+    tasks: list[asyncio.Task[T]] = []
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def begin() -> None:
+      tasks.append(self._loop.create_task(work))
+      tasks[0].add_done_callback(lambda task: _pass_on(task, result))
+
+    self._loop.call_soon_threadsafe(begin)
+    ended = asyncio.wrap_future(result)
+    try:
+      # The wait 'background' is bounded: every wait in the coroutine has a deadline.
+      return await asyncio.shield(ended)
+    except asyncio.CancelledError:
+      self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+      await asyncio.wait([ended], timeout=_END_S)
+      raise
+
+
+def _pass_on(task: asyncio.Task[T], result: concurrent.futures.Future[T]) -> None:
+  if task.cancelled():
+    result.cancel()
+  elif (error := task.exception()) is not None:
+    result.set_exception(error)
+  else:
+    # The wait 'background' is over, because the task has ended.
+    result.set_result(task.result())
+
+
+@functools.cache
+def responses() -> BackgroundLoop:
+  """Returns the event loop in which this process receives large responses. It runs as long as the
+  process.
+  """
+  return BackgroundLoop('responses')

@@ -1,0 +1,160 @@
+"""Lossless deltas: the elements whose bits differ between two versions of the same weights.
+
+A delta of a tensor has two arrays. `gaps` holds the positions of the changed elements in C order,
+as the number of unchanged elements before each, in bytes: a byte below 255 ends a gap, and each
+byte of 255 adds 255 to it. `bits` holds the new bits of these elements, as integers.
+
+Invariant: a delta that `apply` accepts has increasing positions within the tensor. Everything is
+checked before the first element is written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from jaxtyping import Int, Integer, Shaped, UInt8
+
+from jaxrl_llm.weights.tensor_files import FileLayout
+
+GAPS, BITS = '/gaps', '/bits'
+"""Suffixes of a tensor's two arrays in the file of a delta."""
+_LONG = 255
+"""Byte that adds to a gap and does not end it."""
+
+
+def encode_gaps(positions: Int[np.ndarray, 'count'], before: int = -1) -> UInt8[np.ndarray, 'n']:
+  """Encodes increasing positions. `before` is the position to which the first gap refers."""
+  gaps = np.diff(positions, prepend=before) - 1
+  long = gaps // _LONG
+  ends = np.cumsum(long + 1) - 1
+  encoded = np.full(int(ends[-1]) + 1 if len(ends) else 0, _LONG, np.uint8)
+  encoded[ends] = gaps - long * _LONG
+  return encoded
+
+
+def decode_gaps(gaps: UInt8[np.ndarray, 'n']) -> Int[np.ndarray, 'count']:
+  """Returns the positions that `encode_gaps` has encoded.
+
+  Raises:
+    ValueError: the last gap has no end.
+  """
+  ends = gaps < _LONG
+  if not len(gaps) or not ends[-1]:
+    raise ValueError('its last gap has no end')
+  positions = np.cumsum(gaps, dtype=np.int64)[ends]
+  return positions + np.arange(len(positions))
+
+
+def apply(
+  tensors: Mapping[str, Shaped[np.ndarray, '...']], delta: Mapping[str, Shaped[np.ndarray, '...']]
+) -> None:
+  """Writes the changed elements of a delta into contiguous tensors.
+
+  Args:
+    tensors: tensors of the version before, keyed by name.
+    delta: arrays of the delta, keyed by their names in its file.
+
+  Raises:
+    ValueError: the delta does not fit the tensors. Nothing was written.
+  """
+  changes = []
+  names = sorted({key.removesuffix(GAPS).removesuffix(BITS) for key in delta})
+  for name in names:
+    gaps, bits = delta.get(name + GAPS), delta.get(name + BITS)
+    if name not in tensors or gaps is None or bits is None or len(delta) != 2 * len(names):
+      raise ValueError(f'delta refused: {name} is not a tensor of the model with gaps and bits')
+    flat = tensors[name].reshape(-1).view(f'i{tensors[name].dtype.itemsize}')
+    if gaps.dtype != np.uint8 or gaps.ndim != 1 or bits.dtype != flat.dtype or bits.ndim != 1:
+      raise ValueError(
+        f'delta refused: {name} has gaps {gaps.dtype}{list(gaps.shape)} and bits '
+        f'{bits.dtype}{list(bits.shape)}, wanted one row of uint8 and one of {flat.dtype}'
+      )
+    try:
+      positions = decode_gaps(gaps)
+    except ValueError as error:
+      raise ValueError(f'delta refused: {name}: {error}') from None
+    if len(positions) != len(bits) or positions[-1] >= flat.size:
+      raise ValueError(
+        f'delta refused: {name} has {len(positions)} positions up to {positions[-1]} and '
+        f'{len(bits)} values, the tensor {flat.size} elements'
+      )
+    changes.append((flat, positions, bits))
+  for flat, positions, bits in changes:
+    flat[positions] = bits
+
+
+class Image:
+  """The bytes of the newest version, laid out as its file, in the memory of this process. It takes
+  the next version as a sink of `TensorWriter` and collects what changed.
+  """
+
+  def __init__(self, layout: FileLayout, itemsize: int):
+    """
+    Args:
+      itemsize: bytes of an element.
+    """
+    self.bytes = np.zeros(layout.size, np.uint8)
+    self.bytes[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
+    self._layout, self._dtype = layout, np.dtype(f'i{itemsize}')
+    self._lock = threading.Lock()
+    self.begin(compare=False, collect=False)
+
+  def begin(self, *, compare: bool, collect: bool) -> None:
+    """Prepares for the next version.
+
+    Args:
+      compare: whether to count the elements that change. If not, the version only replaces the one
+        before.
+      collect: whether to collect them, too, for a delta.
+    """
+    self._compares, self._collects = compare, collect
+    self.changed = 0
+    """Number of elements that changed."""
+    self.nbytes = 0
+    """Size of the collected delta in bytes."""
+    self._parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {
+      name: [] for name in self._layout.offsets
+    }
+    self._last = dict.fromkeys(self._layout.offsets, -1)
+
+  def put(self, name: str, block: UInt8[np.ndarray, 'bytes'], offset: int) -> None:
+    target = self.bytes[offset : offset + len(block)]
+    if not self._compares:
+      np.copyto(target, block)
+      return
+    # The header's length is a multiple of 8, so the elements are aligned.
+    old, new = target.view(self._dtype), block.view(self._dtype)
+    changed = np.flatnonzero(old != new)
+    if not len(changed):
+      return
+    with self._lock:
+      self.changed += len(changed)
+    bits = new[changed]
+    old[changed] = bits
+    if not self._collects or not self.is_smaller:
+      return
+    positions = changed + (offset - self._layout.offsets[name]) // self._dtype.itemsize
+    gaps = encode_gaps(positions, self._last[name])
+    self._last[name] = int(positions[-1])
+    with self._lock:
+      self.nbytes += gaps.nbytes + bits.nbytes
+    self._parts[name].append((gaps, bits))
+
+  @property
+  def is_smaller(self) -> bool:
+    """Whether the collected delta has fewer bytes than the tensors. If not, it is incomplete."""
+    return self.nbytes < self._layout.nbytes
+
+  def arrays(self) -> Iterator[tuple[str, Integer[np.ndarray, 'n']]]:
+    """Yields the delta's arrays with their names. Unchanged tensors have none."""
+    for name, changes in self._parts.items():
+      if changes:
+        gaps, bits = zip(*changes, strict=True)
+        yield name + GAPS, np.concatenate(gaps)
+        yield name + BITS, np.concatenate(bits)
+
+  def release(self) -> None:
+    """Releases the memory of the collected delta."""
+    self._parts = {}

@@ -1,0 +1,58 @@
+"""Coroutines in the background loop: their results, and their ends when the caller is cancelled."""
+
+import asyncio
+
+import pytest
+
+from jaxrl_llm.core import background
+
+
+async def fail():
+  raise ValueError('no')
+
+
+def test_results_and_errors_are_passed_on():
+  async def main():
+    loop = background.responses()
+    assert await loop.run(asyncio.sleep(0, 'done')) == 'done'
+    with pytest.raises(ValueError, match='no'):
+      await loop.run(fail())
+
+  asyncio.run(main())
+
+
+@pytest.mark.parametrize('fails', [False, True])
+def test_a_cancelled_call_returns_after_the_end_of_its_coroutine(fails):
+  seen = []
+
+  async def work(begun):
+    try:
+      begun.get_loop().call_soon_threadsafe(begun.set_result, None)
+      await asyncio.sleep(60)
+    finally:
+      await asyncio.sleep(0.1)
+      seen.append('ended')
+      if fails:
+        raise ValueError('no')
+
+  async def main():
+    begun = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(background.responses().run(work(begun)))
+    await begun
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await task
+    assert seen == ['ended']
+
+  asyncio.run(main())
+
+
+def test_a_call_may_be_cancelled_before_its_coroutine_begins():
+  async def main():
+    task = asyncio.create_task(background.responses().run(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await asyncio.wait_for(task, 3)
+
+  asyncio.run(main())

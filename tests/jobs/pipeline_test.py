@@ -1,0 +1,98 @@
+"""A pipeline of stages: each with its own rewards and initial weights, and one that learns from
+rollouts that an earlier one has stored.
+"""
+
+import job
+import pytest
+
+from jaxrl_llm.core.records.sample import Role
+from jaxrl_llm.data.streams import all_rows
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.segments import SegmentReader
+
+pytestmark = pytest.mark.full
+
+STEPS = {'cold_start': 12, 'reasoning': 4, 'collect': 3, 'distil': 6, 'all_rewards': 3}
+PIPELINE = (
+  '--config=configs/r1.py',
+  *job.SMALL,
+  *job.RIGHT,
+  *(f'--config.stages.{name}.steps={steps}' for name, steps in STEPS.items()),
+  '--config.stages.cold_start.source.count=400',
+  *(
+    f'--config.stages.{name}.source.{field}'
+    for name in ('reasoning', 'collect', 'all_rewards')
+    for field in ('groups_per_batch=6', 'group_size=4')
+  ),
+  '--config.stages.all_rewards.init_from=["reasoning", "distil"]',
+  '--config.checkpoint.keep=1',
+)
+"""DeepSeek-R1's pipeline in seconds. Its last stage begins with the mean of two earlier ones."""
+
+
+@pytest.fixture(scope='module')
+def pipeline():
+  return job.finished('pipeline', config=PIPELINE)
+
+
+def steps(run, stage):
+  return [row for row in job.rows(run) if row['stage'] == stage and 'training/global_step' in row]
+
+
+def collected(run):
+  """Rewards of the samples that `collect` has stored, keyed by uid."""
+  return {row['uid']: row['reward'] for plan in job.plans(run, 'collect') for row in plan['rows']}
+
+
+def test_a_stage_learns_from_the_stored_rollouts_that_its_selection_accepts(pipeline):
+  rewards = collected(pipeline)
+  accepted = {uid for uid, reward in rewards.items() if reward >= 1}
+  assert 0 < len(accepted) < len(rewards) == 3 * 6 * 4
+  rows = all_rows(pipeline, 'data/distil.arrayrecord')
+  assert {row.uid for row in rows} == accepted
+  trained = [row for plan in job.plans(pipeline, 'distil') for row in plan['rows']]
+  assert len(trained) == 6 * 64 and {row['uid'] for row in trained} <= accepted
+  reader = SegmentReader(pipeline)
+  samples = reader.read([(row.source, row.index) for row in rows])
+  for sample in samples:
+    assert (sample.loss_mask == (sample.role == Role.POLICY)).all()
+    assert not sample.sampled.any() and not sample.behaviour_logprobs.any()
+
+
+def test_a_stage_begins_with_the_weights_that_it_names(pipeline):
+  """`distil` begins with the base weights: its first loss is that of random ones."""
+  losses = {
+    name: [row['actor/loss'] for row in steps(pipeline, name) if 'actor/loss' in row]
+    for name in ('cold_start', 'distil')
+  }
+  assert losses['distil'][0] > 3 > losses['cold_start'][-1]
+
+
+def test_each_stage_is_judged_by_its_own_scorers(pipeline):
+  names = {
+    stage: {key for row in steps(pipeline, stage) for key in row if key.startswith('rewards/')}
+    for stage in STEPS
+  }
+  assert any(key.startswith('rewards/verifier') for key in names['reasoning'])
+  assert not any(key.startswith('rewards/overlong') for key in names['reasoning'])
+  assert any(key.startswith('rewards/overlong') for key in names['all_rewards'])
+
+
+def test_replaced_weights_are_another_attempt_and_every_sample_is_accounted_for(pipeline):
+  report = audit(pipeline / 'replay')
+  assert report.ok, report.lines
+  trained = [row for plan in job.plans(pipeline, 'all_rewards') for row in plan['rows']]
+  samples = SegmentReader(pipeline).read([(row['source'], row['index']) for row in trained])
+  begun = sum(STEPS.values()) - STEPS['all_rewards']
+  versions = {(s.version.attempt, s.version.step - begun) for x in samples for s in x.segments}
+  assert versions == {(2, 0), (2, 1), (2, 2)}
+  # Attempt 1 is that of `distil`, whose weights were published for its evaluation.
+  assert int((pipeline / 'attempt').read_text()) == 2
+
+
+def test_killed_after_the_selection_and_in_the_last_stage_it_ends_bit_for_bit(pipeline, tmp_path):
+  before_distil = 12 + 4 + 3 + 4
+  run = job.killed_and_resumed(
+    tmp_path / 'run', before_distil + 2, before_distil + 6 + 2, config=PIPELINE
+  )
+  job.assert_equal_runs(run, pipeline)

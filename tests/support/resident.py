@@ -1,0 +1,119 @@
+"""Program of one process that loads a model, publishes and exports it, and prints by how much its
+memory grows meanwhile.
+
+  resident.py DIRECTORY READER PROCESSES PROCESS PORT
+
+DIRECTORY has the folder `model`. READER is 'shards', the project's own, or 'float32', which reads
+everything in float32 first. Each phase prints a line of JSON: its name, the parameters' bytes on
+this process's devices, and the growth in bytes of anonymous memory, of mapped files and of shared
+memory over the level just before.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+SAMPLER = """
+import sys, threading
+pid, peaks, lock = sys.argv[1], {}, threading.Lock()
+def now():
+  lines = [line for line in open(f'/proc/{pid}/status') if line.startswith('Rss')]
+  fields = dict(line.split(':', 1) for line in lines)
+  return {name: 1024 * int(value.split()[0]) for name, value in fields.items()}
+def answer():
+  global peaks
+  for _ in sys.stdin:
+    with lock:
+      print(' '.join(str(peaks[name]) for name in ('RssAnon', 'RssFile', 'RssShmem')), flush=True)
+      peaks = now()
+peaks = now()
+threading.Thread(target=answer, daemon=True).start()
+while True:
+  try:
+    levels = now()
+  except (OSError, ValueError):
+    break
+  with lock:
+    peaks = {name: max(level, peaks[name]) for name, level in levels.items()}
+"""
+
+
+def main(directory, reader, processes, process, port):
+  import jax
+
+  if processes > 1:
+    jax.distributed.initialize(f'127.0.0.1:{port}', processes, process)
+  import jax.numpy as jnp
+
+  from jaxrl_llm.core.types import Version
+  from jaxrl_llm.learner.loading import read_params
+  from jaxrl_llm.learner.state import place_params
+  from jaxrl_llm.models.api import build_model
+  from jaxrl_llm.models.spec import ModelOptions
+  from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+  from jaxrl_llm.rollout.publisher import Gatherer
+  from jaxrl_llm.rollout.vllm.publication import PublicationFolder
+  from jaxrl_llm.weights.hf import export, load_params, read_spec
+
+  spec = read_spec(directory / 'model')
+  mesh = build_mesh(MeshConfig(fsdp=8))
+  model = build_model(spec, ModelOptions(scan_layers=True, param_dtype='bfloat16'), mesh)
+  jax.block_until_ready(jnp.zeros(8) + 1)
+
+  def read():
+    if reader == 'shards':
+      return read_params(model, mesh, directory / 'model', spec)
+    whole = load_params(directory / 'model', spec, scan_layers=True, dtype='float32')
+    return place_params(model, mesh, jax.tree.map(lambda leaf: leaf.astype('bfloat16'), whole))
+
+  gatherer = Gatherer(mesh, dtype='bfloat16')
+
+  def publish():
+    if process:
+      return gatherer.take_part(params)
+    folder = PublicationFolder(directory / 'published', spec, dtype='bfloat16')
+    return folder.write(Version(0, 1), gatherer.leaves(params))
+
+  def export_all():
+    if process:
+      return gatherer.take_part(params)
+    return export(
+      directory / 'exported', gatherer.leaves(params), spec, dtype='bfloat16', tokenizer_dir=None,
+      eos_ids=(1,), pad_id=0,
+    )  # fmt: skip
+
+  command = [sys.executable, '-c', SAMPLER, str(os.getpid())]
+  sampler = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+  def peaks():
+    sampler.stdin.write('\n')
+    sampler.stdin.flush()
+    return [int(peak) for peak in sampler.stdout.readline().split()]
+
+  def measured(phase, work):
+    peaks()
+    before = peaks()
+    result = work()
+    growth = [peak - level for peak, level in zip(peaks(), before, strict=True)]
+    held = sum(
+      shard.data.nbytes for leaf in jax.tree.leaves(params or result)
+      for shard in leaf.addressable_shards
+    )  # fmt: skip
+    print(json.dumps({'phase': phase, 'held': held, 'growth': growth}), flush=True)
+    return result
+
+  params = None
+  params = measured('load', lambda: jax.block_until_ready(read()))
+  if reader == 'shards':
+    measured('publish', publish)
+    measured('export', export_all)
+  sampler.kill()
+  if processes > 1:
+    jax.distributed.shutdown()
+
+
+if __name__ == '__main__':
+  folder, kind, *numbers = sys.argv[1:]
+  main(pathlib.Path(folder), kind, *map(int, numbers))

@@ -1,0 +1,38 @@
+"""Checks what a run says that its seconds and tokens were spent on."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+
+import job
+import pytest
+
+from jaxrl_llm.runtime import goodput
+
+STOCKS = ('waiting', 'partial', 'open')
+
+
+def check_seconds(run: pathlib.Path, *kinds: str) -> None:
+  """The classes of each kind of processes add up to the time for which they existed, within 1 %."""
+  rows = [*job.rows(run), *goodput.rows_of_others(run)]
+  for kind in kinds:
+    shares = goodput.shares(rows, kind)
+    assert sum(shares.values()) == pytest.approx(1, abs=0.01), (kind, shares)
+
+
+def check_tokens(run: pathlib.Path) -> dict[str, float]:
+  """Every token that the engine generated is in one class, within 1 %; returns the classes."""
+  rows, prefix = job.rows(run), 'goodput/tokens/'
+  total = collections.Counter()
+  for row in rows:
+    total.update({k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)})
+  last = [row for row in rows if f'{prefix}generated' in row][-1]
+  classes = {name: total[name] for name in ('trained', 'dropped', 'discarded', 'evaluated')}
+  # An evaluation has its own row, and its tokens are generated in the next row of training.
+  classes['evaluated'] -= sum(
+    row[f'{prefix}evaluated'] for row in rows[rows.index(last) :] if f'{prefix}evaluated' in row
+  )
+  classes |= {name: last[f'{prefix}{name}'] for name in STOCKS}
+  assert sum(classes.values()) == pytest.approx(total['generated'], rel=0.01), (total, classes)
+  return classes
