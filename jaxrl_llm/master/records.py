@@ -393,5 +393,5 @@ def _rollout_row(
       for score in (scored.scores if is_end else ())
     },
     'finish_reason': str(Finish(sample.finish_reason)),
-    'version_step': row.to_json()['version_step'],
+    'version_step': -1 if row.version_step is None else row.version_step,
   }

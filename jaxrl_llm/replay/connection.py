@@ -71,8 +71,8 @@ class Connection:
   def entries(
     self, uids: Sequence[str] | Mapping[str, Any], missing: Literal['raise', 'skip'] = 'raise'
   ) -> dict[str, Entry]:
-    """Returns the index row of each sample, keyed by uid. If several attempts (starts of the run)
-    have issued a sample, the newest row is returned.
+    """Returns the index row of each sample, keyed by uid, in the order of `uids`. If several
+    attempts (starts of the run) have issued a sample, the newest row is returned.
 
     Raises ValueError for a repeated uid and, if `missing` is 'raise', for an unknown uid.
     """
@@ -83,7 +83,8 @@ class Connection:
       )
     rows = self.db.execute(f'{ENTRY} WHERE uid IN ({NAMED}) ORDER BY attempt', (json.dumps(uids),))
     # Rows are sorted by attempt, so the newest row of a uid replaces its earlier ones.
-    entries = {row[0]: entry_of(row) for row in rows}
+    newest = {row[0]: entry_of(row) for row in rows}
+    entries = {uid: newest[uid] for uid in uids if uid in newest}
     if missing == 'raise' and len(entries) < len(uids):
       raise ValueError(
         f'unknown uid {next(u for u in uids if u not in entries)}: it was never issued'

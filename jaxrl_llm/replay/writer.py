@@ -22,6 +22,7 @@ from jaxrl_llm.replay.tables import (
   AWAITED,
   SEGMENTS,
   UNFINISHED,
+  Entry,
   Issue,
   Partition,
   State,
@@ -115,7 +116,7 @@ class StepWriter:
         'INSERT INTO partials(step, attempt, uid, payload) VALUES (?,?,?,?)',
         [(self.step, entries[uid].attempt, uid, encode_span(span)) for uid, span in spans.items()],
       )
-      self._move(list(spans), State.PARTIAL, '')
+      self._move(entries, State.PARTIAL, '')
 
   def append(self, samples: Sequence[Sample]) -> list[str]:
     """Stores finished samples. Returns the uids of those that were accepted. A sample that was
@@ -150,7 +151,7 @@ class StepWriter:
           (self.step, entries[uid].attempt, uid, encode(sample)) for uid, sample in accepted.items()
         ],
       )
-      self._move(list(accepted), State.STORED, '')
+      self._move({uid: entries[uid] for uid in accepted}, State.STORED, '')
       self._db.executemany(
         'UPDATE samples SET version = ? WHERE uid = ? AND attempt = ?',
         [(oldest_version(sample), uid, entries[uid].attempt) for uid, sample in accepted.items()],
@@ -335,7 +336,8 @@ class StepWriter:
     """
     with self._connection.transaction():
       refs = self._connection.places(uids)
-      for uid, entry in self._connection.entries(uids).items():
+      entries = self._connection.entries(uids)
+      for uid, entry in entries.items():
         if entry.partition == 'usual' and uid not in refs:
           raise ValueError(f'trained {uid}: it was not sealed')
         if entry.partition == 'usual' and entry.uses >= self._max_uses:
@@ -346,7 +348,7 @@ class StepWriter:
           raise ValueError(
             f'trained {uid}: the batch of step {self.step} has already trained on it'
           )
-      self._move(uids, State.TRAINED, '')
+      self._move(entries, State.TRAINED, '')
 
   def record_plan(self, plan: Any) -> None:
     """Stores the plan of this step's batch as JSON."""
@@ -389,8 +391,14 @@ class StepWriter:
       ],
     )
 
-  def _move(self, uids: Sequence[str], state: State, reason: str) -> None:
-    entries = self._connection.entries(uids)
+  def _move(self, samples: Sequence[str] | Mapping[str, Entry], state: State, reason: str) -> None:
+    """Moves samples to another state.
+
+    Args:
+      samples: uids, or the current index row of each sample, keyed by uid, if the caller has read
+        it.
+    """
+    entries = samples if isinstance(samples, Mapping) else self._connection.entries(samples)
     for entry in entries.values():
       if not may_become(entry.partition, entry.state, state):
         raise ValueError(f'{entry.uid}: is {entry.state}, cannot become {state}')
@@ -399,14 +407,16 @@ class StepWriter:
           f'{entry.uid}: became {entry.state} at step {entry.changed}, cannot become {state} at '
           f'{self.step}'
         )
-    last = log(self._db, [(self.step, entries[uid].attempt, uid, state, reason) for uid in uids])
+    last = log(
+      self._db, [(self.step, entry.attempt, uid, state, reason) for uid, entry in entries.items()]
+    )
     admitted, use = (self.step if state == State.ADMITTED else None), int(state == State.TRAINED)
     self._db.executemany(
       'UPDATE samples SET state = ?, changed = ?, last = ?, admitted = coalesce(?, admitted), uses '
       '= uses + ? WHERE uid = ? AND attempt = ?',
       [
-        (state, self.step, seq, admitted, use, uid, entries[uid].attempt)
-        for uid, seq in zip(uids, last)
+        (state, self.step, seq, admitted, use, uid, entry.attempt)
+        for (uid, entry), seq in zip(entries.items(), last)
       ],
     )
 

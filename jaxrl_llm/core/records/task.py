@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 
@@ -61,7 +62,7 @@ class Task:
   media: tuple[Media, ...] = ()
   """Media in the order in which the prompt refers to them. A text-only policy does not see them."""
 
-  @property
+  @functools.cached_property
   def digest(self) -> str:
     return prompt_digest(self.prompt, self.media)
 

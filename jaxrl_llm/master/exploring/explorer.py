@@ -678,8 +678,9 @@ class Explorer:
     Args:
       processed: result of the processors. If None, they run when the group is finished.
     """
-    self._discard(group, sampled_tokens(members))
-    self._tokens['sampled'] += sampled_tokens(members)
+    sampled = sampled_tokens(members)
+    self._discard(group, sampled)
+    self._tokens['sampled'] += sampled
     if self._awaiting is not None and (waiting := self._awaiting.wait_of(members)) is not None:
       self._await_rewards(group, waiting)
       return

@@ -45,6 +45,8 @@ async def judge(
 
 def _check_verdict(rollout: Rollout, rewards: RewardsConfig) -> None:
   sample, verdict = rollout.sample, rollout.verdict
+  if verdict is None and all(s.implementation != ENVIRONMENT for s in rewards.scorers):
+    return
   configured = in_force(rewards.scorers, sample.domain, sample.taskset)
   is_read = any(scorer.implementation == ENVIRONMENT for scorer in configured)
   if is_read and verdict is None and not rollout.steps[-1].finish_reason.is_truncated:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
+
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish, Sample
 from jaxrl_llm.core.records.score import Score
@@ -208,7 +210,7 @@ def sampled_tokens(members: Sequence[Experience]) -> int:
   several pairs counts once.
   """
   samples = {step.uid: step for member in members for step in member.steps}
-  return sum(int(sample.sampled.sum()) for sample in samples.values())
+  return sum(int(np.count_nonzero(sample.sampled)) for sample in samples.values())
 
 
 EXPERIENCE = 'experience'

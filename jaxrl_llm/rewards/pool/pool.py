@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import copy
-import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -80,6 +79,8 @@ class ScorerPool:
     self.config = config
     self.counts: collections.Counter[str] = collections.Counter()
     self._taken: collections.Counter[str] = collections.Counter()
+    self._chosen: dict[tuple[str, str, bool], list[ScorerConfig]] = {}
+    """Results of `_in_force`, keyed by domain, taskset and `per_group`."""
     self._scorers = {s.name: scorers[s.name] for s in config.scorers}
     self.delayed = {name: s for name, s in self._scorers.items() if isinstance(s, Delayed)}
     waits = {name: s for name, s in self._scorers.items() if isinstance(s, Awaited | AwaitedGroup)}
@@ -108,7 +109,7 @@ class ScorerPool:
     closed.
     """
     view = copy.copy(self)
-    view.config = config
+    view.config, view._chosen = config, {}
     return view
 
   async def start(self) -> None:
@@ -179,6 +180,8 @@ class ScorerPool:
     configuration order.
     """
     chosen = self._in_force(attempt, per_group=False)
+    if len(chosen) == 1:  # The usual case needs no further asyncio task.
+      return await self._scores(chosen[0], (attempt,))
     return tuple(
       [
         score
@@ -239,13 +242,15 @@ class ScorerPool:
     return {f'run/scorers/{key}': float(self.counts[key] - taken[key]) for key in sorted(reported)}
 
   def _in_force(self, attempt: Attempt, *, per_group: bool) -> list[ScorerConfig]:
-    chosen = in_force(self.config.scorers, attempt.task.domain, attempt.task.taskset)
-    return [
-      config
-      for config in chosen
-      if config.name not in self.delayed
-      and isinstance(self._scorers[config.name], PerGroup | AwaitedGroup) == per_group
-    ]
+    key = (attempt.task.domain, attempt.task.taskset, per_group)
+    if key not in self._chosen:
+      self._chosen[key] = [
+        config
+        for config in in_force(self.config.scorers, attempt.task.domain, attempt.task.taskset)
+        if config.name not in self.delayed
+        and isinstance(self._scorers[config.name], PerGroup | AwaitedGroup) == per_group
+      ]
+    return self._chosen[key]
 
   async def _scores(
     self,
@@ -268,9 +273,7 @@ class ScorerPool:
       calls += 1
     self.counts['unscorable'] += sum(verdict.value is None for verdict in outcome.verdicts)
     return tuple(
-      Score(
-        uid=attempt.uid, scorer=config.name, time=outcome.seconds, **dataclasses.asdict(verdict)
-      )
+      Score(uid=attempt.uid, scorer=config.name, time=outcome.seconds, **vars(verdict))
       for attempt, verdict in zip(attempts, outcome.verdicts, strict=True)
     )
 

@@ -2,7 +2,8 @@
 change.
 
 Invariants: every call ends in exactly one `CallOutcome`. A scorer that hangs, raises an exception
-or crashes its process affects only its own call. No worker outlives the process that owns it.
+or crashes its process affects only the outcome of its own call. No worker outlives the process that
+owns it.
 
 Start-up: a fork server imports the libraries of the scorers once and forks each worker, so a killed
 worker is replaced in milliseconds. A process has only one fork server, with the libraries of the
@@ -38,12 +39,18 @@ from jaxrl_llm.rewards.api import Attempt, PerGroup, Scorer, ScorerConfig
 from jaxrl_llm.rewards.pool import worker
 from jaxrl_llm.rewards.pool.locks import NamelessLocks
 from jaxrl_llm.rewards.pool.outcome import CallOutcome, timed_out
+from jaxrl_llm.rewards.pool.queue import Call, CallQueue
 
 START_DEADLINE_S = 120.0
 """Time limit in seconds for the fork server and the workers to start, including their imports, or
 to end. The limit is long enough for a busy machine.
 """
 _TO_START = 'scorer workers to start (do their modules import?)'
+
+BATCH_DEADLINE_S = 1.0
+"""Time limit in seconds for a batch of several calls, if it is below the deadline of one call. The
+calls of a batch that takes longer are repeated one by one, each with its own deadline.
+"""
 
 CHECK_S = 1.0
 """Seconds between checks that the pool is alive, while a call is in flight."""
@@ -90,11 +97,11 @@ class Workers:
     must not inherit them.
     """
     self.count, self._counts = count, counts
-    # Limits the calls in flight to twice the number of workers, so that each worker has its next
-    # call queued while the event loop is busy elsewhere.
-    self._slots = asyncio.Semaphore(2 * count)
-    self._calls = 0
-    """Number of calls in flight."""
+    # With two batches in flight for each worker, it has its next batch while the event loop is busy
+    # elsewhere.
+    self._queue = CallQueue(self._make, limit=2 * count)
+    self._batches = 0
+    """Number of batches of calls in flight."""
     self.clock = ProcessClock()
     """Measures the time that the workers spend in each activity: 'score', 'idle' or 'start'."""
     self._changing = asyncio.Lock()
@@ -156,15 +163,15 @@ class Workers:
         await _stopped(pool)
 
   def _measure(self, *, are_starting: bool = False) -> None:
-    """Updates the clock with the current activities of the workers. Calls in flight occupy one
-    worker each, up to the number of workers; further calls are queued.
+    """Updates the clock with the current activities of the workers. Batches in flight occupy one
+    worker each, up to the number of workers; further batches are queued.
     """
     if self._pool is None:
       self.clock.set({})
     elif are_starting:
       self.clock.set({'start': self.count})
     else:
-      busy = min(self._calls, self.count)
+      busy = min(self._batches, self.count)
       self.clock.set({'score': busy, 'idle': self.count - busy})
 
   async def resize(self, count: int) -> None:
@@ -189,12 +196,10 @@ class Workers:
         ending = asyncio.create_task(_stopped(old, START_DEADLINE_S + 2 * self._longest_s))
         self._old[ending] = old
         ending.add_done_callback(self._old.pop)
-      full, self._slots, self.count = self._slots, asyncio.Semaphore(2 * count), count
+      self.count = count
+      self._queue.set_limit(2 * count)
       self.clock.exist(count if self._pool is not None else 0)
       self._measure()
-      # Wakes the first call that waits for the old semaphore. That call then waits for the new one
-      # and releases the old one, which wakes the next call.
-      full.release()
 
   async def call(
     self, config: ScorerConfig, attempts: tuple[Attempt, ...], scores: tuple[tuple[Score, ...], ...]
@@ -202,43 +207,37 @@ class Workers:
     """Calls scorer `config.name` on one attempt. A `PerGroup` scorer is called on a group and the
     per-sample scores of its attempts.
     """
-    outcome = None
-    while outcome is None:
-      slots = self._slots
-      async with slots:
-        if slots is self._slots:
-          outcome = await self._try(config, attempts, scores)
-    self._breaks_in_a_row = 0
-    return outcome
+    return await self._queue.call(config, attempts, scores)
 
-  async def _try(self, config, attempts, scores) -> CallOutcome | None:
-    """Makes one call. Returns its outcome, or None if the pool broke during the call. In that case
-    the pool has been replaced, and the call can be repeated.
+  async def _make(self, calls: Sequence[Call]) -> Sequence[CallOutcome] | None:
+    """Makes calls of one scorer in one worker, and returns their outcomes.
+
+    Returns None if the calls must be repeated: the pool broke and has been replaced, or one of
+    several calls has failed in a way that ends the worker.
     """
-    pool = self._pool
+    pool, config = self._pool, calls[0].config
     if pool is None:
       raise RunError('scorer pool: score() was called before start() or after close()')
-    self._calls += 1
+    self._batches += 1
     self._measure()
     try:
-      return await bounded(
-        _answer(pool, _schedule(pool, config, attempts, scores)),
+      outcomes = await bounded(
+        _answer(pool, _schedule(pool, calls)),
         name='score',
-        owner=f'sample {attempts[0].uid}',
+        owner=f'sample {calls[0].attempts[0].uid}',
         waits_for=f'scorer {config.name}',
         deadline_s=START_DEADLINE_S + 2 * self._longest_s,
       )
-    except concurrent.futures.TimeoutError:
-      return timed_out(config.deadline_s)
-    except pebble.ProcessExpired as expired:
-      evidence = {'error': 'the worker process died', 'exit_code': expired.exitcode}
-      return CallOutcome(status=Status.CRASHED, evidence=evidence)
+    except (concurrent.futures.TimeoutError, pebble.ProcessExpired) as error:
+      outcomes = [_ended_by(error, config)] if len(calls) == 1 else None
     except BrokenProcessPool as error:
       await self._mend(pool, error)
       return None
     finally:
-      self._calls -= 1
+      self._batches -= 1
       self._measure()
+    self._breaks_in_a_row = 0
+    return outcomes
 
   async def _mend(self, broken: pebble.ProcessPool, error: BrokenProcessPool) -> None:
     """Replaces a broken pool. If several calls have failed because of the same pool, it is replaced
@@ -303,18 +302,24 @@ def _first_call(pool: pebble.ProcessPool) -> concurrent.futures.Future:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _schedule(
-  pool: pebble.ProcessPool,
-  config: ScorerConfig,
-  attempts: tuple[Attempt, ...],
-  scores: tuple[tuple[Score, ...], ...],
-) -> concurrent.futures.Future:
+def _schedule(pool: pebble.ProcessPool, calls: Sequence[Call]) -> concurrent.futures.Future:
+  config = calls[0].config
+  arguments = [(call.attempts, call.scores) for call in calls]
+  timeout = config.deadline_s if len(calls) == 1 else min(config.deadline_s, BATCH_DEADLINE_S)
   try:
-    return pool.schedule(
-      worker.call, args=(config.name, attempts, scores), timeout=config.deadline_s
-    )
+    return pool.schedule(worker.call_each, args=(config.name, arguments), timeout=timeout)
   except RuntimeError as error:  # The pool is not running.
     raise BrokenProcessPool(str(error)) from error
+
+
+def _ended_by(
+  error: concurrent.futures.TimeoutError | pebble.ProcessExpired, config: ScorerConfig
+) -> CallOutcome:
+  """Returns the outcome of a call that ended its worker."""
+  if isinstance(error, concurrent.futures.TimeoutError):
+    return timed_out(config.deadline_s)
+  evidence = {'error': 'the worker process died', 'exit_code': error.exitcode}
+  return CallOutcome(status=Status.CRASHED, evidence=evidence)
 
 
 async def _started(pool: pebble.ProcessPool) -> list[str]:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.core.records.score import Score
@@ -202,3 +202,14 @@ def call(
     raised.__cause__ = raised.__context__ = None
     traceback.clear_frames(raised.__traceback__)
     return failed(raised, time.perf_counter() - start)
+
+
+def call_each(
+  name: str, arguments: Sequence[tuple[tuple[Attempt, ...], tuple[tuple[Score, ...], ...]]]
+) -> list[CallOutcome]:
+  """Makes several calls of scorer `name`, one after another.
+
+  Args:
+    arguments: attempts and scores of each call, as `call` takes them.
+  """
+  return [call(name, attempts, scores) for attempts, scores in arguments]
