@@ -136,7 +136,7 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
   with process.stopwatch.timed('enter'):
     state = await enter(parts.phases, Phase.STAGE, state)
     trainer, state = await parts.enter_stage(stage, state)
-  state = await parts.keeper.start(state, stage)
+    state = await parts.keeper.start(state, stage)
   async with contextlib.AsyncExitStack() as stack:
     if batches is not None:
       with process.stopwatch.timed('enter'):
@@ -164,12 +164,15 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
           state, batch, updated = pass_over(state, plan)
         process.events.advance(state.step)
       state = await parts.keeper.after_step(state, stage, batch, updated)
-      # Frees the arrays, so that they do not share device memory with the next rollouts.
-      del batch, updated
+      with process.stopwatch.timed('record'):
+        # Frees the arrays, so that they do not share device memory with the next rollouts.
+        del batch, updated
     if state.stop:
       await parts.keeper.leave(state, stage)
     # A later stage may start from the weights of this stage's last commit.
     await parts.keeper.settle()
+  with process.stopwatch.timed('enter'):
+    del trainer  # Freeing its programs takes time, which counts for the next stage.
   return state
 
 

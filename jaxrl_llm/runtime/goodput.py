@@ -37,12 +37,13 @@ _CLASSES = {
   'testing': 'evaluate',
   'save_checkpoint': 'commit',
   'record': 'record',
+  'step': 'loop',
 }
-"""Class of each part of a step. The part `step` contains all others and has no class, so time that
-is in no inner part is missing from the sum.
+"""Class of each part of a step. The part `step` contains the others, so `loop` is the time between
+them. Time outside of `step` that is in no part is missing from the sum.
 """
 _STEP = 'training/global_step'
-_REPEATABLE = ('generate', 'wait', 'load', 'train')
+_REPEATABLE = ('generate', 'wait', 'load', 'train', 'loop')
 
 
 def trainer_seconds(

@@ -367,8 +367,8 @@ METRICS: dict[str, str] = {
     "Seconds of the trainer's process since the previous row: `generate` (an engine in the process "
     'samples), `wait` (for rollouts, scores or the other processes), `load` (of the rows), `train` '
     '(passes, advantages and updates), `publish`, `evaluate`, `commit`, `record` (writing metrics '
-    'and rollouts), `move` (memory phases), `start` (of a stage) or `recompute` (a step that a '
-    'crash undid).'
+    'and rollouts), `move` (memory phases), `start` (of a stage), `loop` (between the parts of a '
+    'step) or `recompute` (a step that a crash undid).'
   ),
   'goodput/seconds/servers/<class>': (
     'Seconds of all servers since the previous row: `generate` (at least one request), `idle` '

@@ -19,6 +19,7 @@ def check_seconds(run: pathlib.Path, *kinds: str) -> None:
   for kind in kinds:
     shares = goodput.shares(rows, kind)
     assert sum(shares.values()) == pytest.approx(1, abs=0.01), (kind, shares)
+    assert shares.get('loop', 0.0) < 0.1, shares
 
 
 def check_tokens(run: pathlib.Path) -> dict[str, float]:
