@@ -16,7 +16,7 @@ _NAMES = (
   (
     'jaxrl_llm.app.schema',
     'AlgorithmConfig Config CriticConfig LearnerConfig PolicyConfig PreferenceSource '
-    'RolloutConfig StageConfig',
+    'RewardModelConfig RolloutConfig StageConfig',
   ),
   (
     'jaxrl_llm.app.sources',

@@ -4,6 +4,7 @@ from jaxrl_llm.app.schema import CriticConfig as CriticConfig
 from jaxrl_llm.app.schema import LearnerConfig as LearnerConfig
 from jaxrl_llm.app.schema import PolicyConfig as PolicyConfig
 from jaxrl_llm.app.schema import PreferenceSource as PreferenceSource
+from jaxrl_llm.app.schema import RewardModelConfig as RewardModelConfig
 from jaxrl_llm.app.schema import RolloutConfig as RolloutConfig
 from jaxrl_llm.app.schema import StageConfig as StageConfig
 from jaxrl_llm.app.sources import Demonstrations as Demonstrations

@@ -25,6 +25,7 @@ from jaxrl_llm.app.composition.initial_weights import base_of, checkpoint_direct
 from jaxrl_llm.app.composition.loop_parts import build_parts
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
 from jaxrl_llm.app.composition.resources import Resources, open_resources
+from jaxrl_llm.app.composition.reward_role import build_reward_model
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import committed_state, critic_model
@@ -210,8 +211,10 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
   mesh = build_mesh(config.learner.mesh)
   stages = build_stages(config, mesh, facts.spec.vocab_size, facts.lengths)
   model = build_model(model_spec(config, facts.spec), policy_options(config), mesh)
+  reward_model = build_reward_model(config, mesh)
   if ready:
-    Console(highlight=False).print(held_table(mesh, held(stages, model, critic_model(model), mesh)))
+    roles = held(stages, model, critic_model(model), mesh, reward_model)
+    Console(highlight=False).print(held_table(mesh, roles))
   committed = checkpoints.host(facts.step) if facts.step else None
   events = SILENT
   if ready:
@@ -224,17 +227,28 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     model=model,
     checkpoints=checkpoints,
     process=Process(coordinator=coordinator, device=device, mesh=mesh, events=events),
+    reward_model=reward_model,
     registry=ready.registry if ready else None,
     next_attempt=launch.workdir.next_attempt if ready else None,
     explorer_command=explorer.command,
   )
   state, base = await device.run(committed_state, setup, facts.step)
+  if reward_model is not None:
+    reward_model.check(committed or {})
+    scorer = await device.run(reward_model.read, mesh)
+    state = dataclasses.replace(state, learned=state.learned._replace(reward_model=scorer))
   state = dataclasses.replace(state, attempt=facts.attempt)
   resources = open_resources(setup, ready.prepared, committed) if ready else None
   best, best_of = None, _first_suite(config)
   if committed and committed['best'] and committed.get('best_of', best_of) == best_of:
     best = tuple(committed['best'])
-  start = Start(stop=launch.stop, best=best, best_of=best_of, base=base)
+  start = Start(
+    stop=launch.stop,
+    best=best,
+    best_of=best_of,
+    base=base,
+    reward_model=reward_model and reward_model.fingerprint,
+  )
   parts = build_parts(setup, start, resources)
   state = await loop.enter(parts.phases, Phase.START, state)
   has_work = state.step < stages[-1].end or not state.evaluated

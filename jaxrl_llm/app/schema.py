@@ -31,7 +31,7 @@ from jaxrl_llm.master.phases import PhasesConfig
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
-from jaxrl_llm.rewards.api import DISCOVERING, RewardsConfig
+from jaxrl_llm.rewards.api import DISCOVERING, REWARD_MODEL, RewardsConfig
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig
 from jaxrl_llm.rollout.catalogue import ENGINES
@@ -86,6 +86,36 @@ class PolicyConfig:
   """LoRA adapters to train in all stages. The other weights are frozen. If None, the whole model is
   trained.
   """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+  """The trainer's reward model, whose scores are those of the scorer `reward_model`. It is sharded
+  over the trainer's mesh, and scores each batch between its last rollout and its close.
+  """
+
+  init_from: str
+  """Weights: a Hugging Face directory of a model with one output, a hub id, or a run that trained a
+  reward model.
+  """
+  dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
+  """Data type of weights and activations."""
+  max_length: int | None = None
+  """Maximum number of tokens of prompt and answer, with the reward model's own tokenizer. The
+  scorer fails on longer samples. If None, it is 1.25 times that of the policy's rollouts, plus 8.
+  """
+  sequences_per_pass: int | None = None
+  """Maximum number of sequences per forward pass. If None, it is 64 per data-parallel rank."""
+  max_rounds: int = 8
+  """Maximum number of times that more groups are generated for a batch because groups were dropped
+  after they had been scored. After that, the run fails.
+  """
+
+  def __post_init__(self):
+    check_at_least('reward_model.', self, max_rounds=0)
+    for name in ('max_length', 'sequences_per_pass'):
+      if getattr(self, name) is not None:
+        check_at_least('reward_model.', self, **{name: 1})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -361,6 +391,10 @@ class Config:
   preferences: tuple[PreferenceSource, ...] = ()
   examples: tuple[ExamplesConfig, ...] = ()
   rewards: RewardsConfig = RewardsConfig(scorers=())
+  reward_model: RewardModelConfig | None = None
+  """Reward model that the trainer runs, for the scorer `reward_model`. If None, it runs none; a
+  reward model that is served is a scorer of kind `http`.
+  """
   rollout: RolloutConfig
   learner: LearnerConfig = LearnerConfig()
   stages: tuple[StageConfig, ...]
@@ -425,6 +459,7 @@ class Config:
         stage.source.limits.check(self.rollout.collect_deadline_s, f'stages.{stage.name}.source.')
     self._check_origins()
     self._check_rewards()
+    self._check_reward_model()
     named = {
       part: getattr(self, part)
       for part in ('tasksets', 'preferences', 'examples', 'stages', 'evaluation')
@@ -561,6 +596,54 @@ class Config:
         if name not in names:
           raise UserError(f'{where}: no scorer {name!r}; configured are {names}')
       self.rewards_of(stage.name)  # Raises UserError for invalid weights.
+
+  def scored_by_trainer(self, stage: StageConfig) -> bool:
+    """Returns whether the trainer's reward model scores rollouts of the stage."""
+    source = stage.source
+    return isinstance(source, Rollouts) and any(
+      scorer.implementation == REWARD_MODEL
+      and (not scorer.tasksets or set(scorer.tasksets) & set(source.tasksets))
+      for scorer in self.rewards_of(stage.name).scorers
+    )
+
+  def _check_reward_model(self) -> None:
+    """Raises UserError if the trainer's reward model is configured without its scorer, or the
+    scorer without the model, or if it is combined with incompatible settings.
+    """
+    scorers = [s for s in self.rewards.scorers if s.implementation == REWARD_MODEL]
+    if scorers and self.reward_model is None:
+      raise UserError(
+        f'rewards.scorers {scorers[0].name!r}: the trainer has no reward model; set '
+        'reward_model.init_from, or use kind http for a reward model that is served'
+      )
+    if self.reward_model is None:
+      return
+    stages = [stage for stage in self.stages if self.scored_by_trainer(stage)]
+    if not stages:
+      raise UserError(
+        'reward_model: no stage with Rollouts has a scorer of kind reward_model; add '
+        "ScorerConfig(name='reward_model') to rewards.scorers, or remove it"
+      )
+    for stage in stages:
+      if stage.source.bound:
+        raise UserError(
+          f'reward_model: stages.{stage.name}.source.bound is {stage.source.bound}, and the '
+          'trainer scores a batch when all of its rollouts are complete; set bound to 0, or serve '
+          'the reward model (jaxrl serve --role=reward, scorer kind http)'
+        )
+      if self.rollout.partial is not None:
+        raise UserError(
+          'reward_model: rollout.partial is set, which generates a batch in waves; remove it, or '
+          'serve the reward model (jaxrl serve --role=reward, scorer kind http)'
+        )
+    for suite in self.evaluation:
+      judges = [s for s in self.rewards.scorers if not s.tasksets or suite.taskset in s.tasksets]
+      if judges and all(s.implementation == REWARD_MODEL for s in judges):
+        raise UserError(
+          f'evaluation.{suite.name}: only the reward model of the trainer scores taskset '
+          f'{suite.taskset}, and it scores no evaluations; add another scorer, which '
+          'stages.*.source.rewards can leave out of training, or remove the suite'
+        )
 
   def _check_partial(self) -> None:
     """Raises UserError if partial rollouts are combined with an option that does not support

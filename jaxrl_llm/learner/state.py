@@ -62,6 +62,10 @@ class Learned(NamedTuple):
   """Frozen base parameters, to which the adapters of policy and reference are added. They are never
   updated, donated or committed. None if there are no adapters.
   """
+  reward_model: Params | None = None
+  """Parameters of the reward model that scores rollouts. They are never updated, donated or
+  committed. None if the trainer has no reward model.
+  """
 
   def whole(self, params: Params) -> Params:
     """Returns the full model's parameters: `params`, joined with the base parameters if there are

@@ -24,6 +24,7 @@ from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import Issue
+from jaxrl_llm.rewards.api import Verdict
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 _DEADLINE_S = 3600.0
@@ -208,6 +209,22 @@ class RolloutBatches:
   def advance(self, step: int, served: int) -> None:
     self.explorer.advance(step, served)
 
+  async def unscored(self) -> list[Experience]:
+    """Waits until the trainer's reward model must score samples of the next batch, and returns
+    them. Returns an empty list if it has no more to score for this batch, so that `next` is due.
+    """
+    return await self.explorer.unscored()
+
+  async def score(self, verdicts: Mapping[str, Verdict]) -> bool:
+    """Takes the reward model's verdicts on the samples that `unscored` returned, keyed by uid.
+    Returns whether the batch needs more rollouts, which then wait for `proceed`.
+    """
+    return await self.explorer.score(verdicts)
+
+  def proceed(self) -> None:
+    """Continues to generate rollouts for the batch."""
+    self.explorer.proceed()
+
   async def next(self) -> tuple[list[Row], dict[str, int]]:
     chosen, places, counts = await self.explorer.next()
     self._taken = {step.uid: choice for choice in chosen for step in choice.steps}
@@ -369,6 +386,12 @@ class Planner:
     if batch is None:
       return StepPlan(step=step, stage=stage.name, stop=self._stop.result())
     return self._plan(stage, step, *batch, batches.held_out)
+
+  async def unscored(self, batches: RolloutBatches) -> list[Experience]:
+    """Waits until the trainer's reward model must score samples of the next batch, and returns
+    them. Returns an empty list if `close` is due: the batch is complete, or a signal has arrived.
+    """
+    return await unless(self._stop, batches.unscored()) or []
 
   async def stop_signal(self) -> int:
     """Returns the number of the signal that ends the run, or 0 if there was none."""

@@ -115,6 +115,10 @@ class Start:
   """Digest of the frozen base weights of a policy that consists of LoRA adapters; None if the
   policy has no adapters. Commits contain the adapters, but not the base weights.
   """
+  reward_model: str | None = None
+  """Fingerprint of the trainer's reward model; None if it has none. Commits do not contain the
+  model itself.
+  """
 
 
 async def write_step(
@@ -413,6 +417,7 @@ class RunKeeper:
         'reference_step': state.learned.reference_step,
         'algorithm_state': state.learned.algorithm_state,
         'base': self._start.base,
+        'reward_model': self._start.reward_model,
         'attempt': state.attempt,
         'store': self._logs.store.name,
         'files': dict(self._logs.files()),

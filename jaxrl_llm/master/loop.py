@@ -7,6 +7,7 @@ metrics, evaluates and commits.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Collection
@@ -18,9 +19,11 @@ from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.learner.algorithm import Annotation
 from jaxrl_llm.learner.state import Learned
-from jaxrl_llm.master.batches import Batches, Planner
-from jaxrl_llm.master.phases import RESIDENT, Phase, Phases
+from jaxrl_llm.master.batches import Batches, Planner, RolloutBatches
+from jaxrl_llm.master.exploring.selection import Experience
+from jaxrl_llm.master.phases import RESIDENT, REWARD_MODEL, Phase, Phases
 from jaxrl_llm.master.process import Process
+from jaxrl_llm.master.reward_model import RewardRole
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.runtime.events import Edge
@@ -95,6 +98,8 @@ class Parts:
   planner: Planner | None
   batches: dict[str, Batches]
   phases: Phases = RESIDENT
+  reward_model: RewardRole | None = None
+  """Reward model that scores the rollouts of batches; None if the trainer has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +157,7 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
               break
             with process.stopwatch.timed('update_weights'):
               state = await serve(parts.publisher, parts.phases, state)
-          plan = await _close(parts, stage, state.step, batches)
+          state, plan = await _close(parts, stage, state, batches)
         if plan.stop:
           state = dataclasses.replace(state, stop=plan.stop)
           break
@@ -255,13 +260,66 @@ def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
   return (step - stage.start) % stage.publish_every == 0 or parts.publisher.served is None
 
 
-async def _close(parts: Parts, stage: Stage, step: int, batches: Batches | None) -> StepPlan:
-  """Closes the next batch in process 0 and returns its plan in every process."""
-  if batches is None:
-    return StepPlan.from_json(await parts.process.coordinator.broadcast(None))
-  batches.advance(step, (parts.publisher.served.step if stage.explores else step) - stage.start)
+async def _close(
+  parts: Parts, stage: Stage, state: LoopState, batches: Batches | None
+) -> tuple[LoopState, StepPlan]:
+  """Closes the next batch in process 0 and returns its plan in every process. If the trainer has a
+  reward model, it scores the batch's rollouts first.
+  """
+  step = state.step
+  if batches is not None:
+    batches.advance(step, (parts.publisher.served.step if stage.explores else step) - stage.start)
+  if stage.explores and parts.reward_model is not None:
+    state = await score_rollouts(
+      parts.process, parts.reward_model, state, parts.planner, batches, phases=parts.phases
+    )
 
   async def decide():
     return (await parts.planner.close(stage, step, batches)).to_json()
 
-  return StepPlan.from_json(await parts.process.coordinator.broadcast(decide()))
+  plan = await parts.process.coordinator.broadcast(None if batches is None else decide())
+  return state, StepPlan.from_json(plan)
+
+
+async def score_rollouts(
+  process: Process,
+  reward_model: RewardRole,
+  state: LoopState,
+  planner: Planner | None,
+  batches: RolloutBatches | None,
+  *,
+  phases: Phases = RESIDENT,
+) -> LoopState:
+  """Scores the rollouts of the next batch with the trainer's reward model, in rounds. If groups are
+  dropped by their scores, the rollout phase is entered again, and another round follows.
+
+  Args:
+    batches: source of the batch in process 0; None in the other processes.
+  """
+  members: list[Experience] = []
+
+  async def unscored():
+    nonlocal members
+    members = await planner.unscored(batches)
+    sequences = await asyncio.to_thread(reward_model.render, members)
+    return {'uids': [member.sample.uid for member in members], 'sequences': sequences}
+
+  async def judge(scores):
+    return await batches.score(reward_model.verdicts(members, asked['sequences'], scores))
+
+  while True:
+    asked = await process.coordinator.broadcast(None if batches is None else unscored())
+    if not asked['uids']:
+      return state
+    state = await enter(phases, Phase.REWARD, state, (REWARD_MODEL,))
+    scoring = process.events.request(Edge.REWARD_PASS, count=len(asked['uids']))
+    with process.stopwatch.timed('reward_model'):
+      scores = await process.device.run(
+        reward_model.score, state.learned.reward_model, asked['sequences']
+      )
+    process.events.reply(scoring)
+    if not await process.coordinator.broadcast(None if batches is None else judge(scores)):
+      continue
+    state = await enter(phases, Phase.ROLLOUT, state)
+    if batches is not None:
+      batches.proceed()

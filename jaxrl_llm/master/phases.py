@@ -15,12 +15,13 @@ import dataclasses
 import enum
 import pathlib
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import jax
 from jax.sharding import Sharding
 
+from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.parallel import memory
@@ -29,7 +30,7 @@ from jaxrl_llm.runtime.events import Edge
 
 DIRECTORY = 'offloaded'
 """Directory of offloaded arrays in the run directory."""
-ENGINE = 'engine'
+ENGINE, REWARD_MODEL = 'engine', 'reward model'
 
 Residency = Literal['resident', 'offload', 'disk']
 """Location of a role's arrays while no phase computes with them: on the devices, in host memory, or
@@ -41,10 +42,10 @@ in files of the run directory.
 class PhasesConfig:
   """Memory phases: the location of each role while the current phase does not compute with it.
 
-  The engine generates rollouts. Rows are then scored by the reference and the critic, and also by
-  the policy if a batch has several optimizer steps. Updates need the policy, the critic and their
-  optimizers. Phases are refused at a staleness bound above 0, because rollouts and updates then
-  overlap in time.
+  The engine generates rollouts, which the trainer's reward model scores if there is one. Rows are
+  then scored by the reference and the critic, and also by the policy if a batch has several
+  optimizer steps. Updates need the policy, the critic and their optimizers. Phases are refused at a
+  staleness bound above 0, because rollouts and updates then overlap in time.
   """
 
   policy: Residency = 'offload'
@@ -57,6 +58,10 @@ class PhasesConfig:
   """Location of the critic's parameters and optimizer state."""
   reference: Residency = 'offload'
   """Location of the reference's parameters."""
+  reward_model: Residency | Literal['destroy'] = 'offload'
+  """Location of the reward model's parameters. With 'destroy', they are freed, and read from the
+  model's directory again for each batch.
+  """
   engine: Literal['resident', 'sleep', 'destroy'] = 'destroy'
   """Treatment of the engine outside the rollout phase. vLLM servers owned by the run are stopped
   and restarted with 'destroy'; with 'sleep', they free weights and cache but their processes keep
@@ -71,10 +76,14 @@ class Phase(enum.StrEnum):
   START = 'start'
   """Start of the run, before the engine starts. Nothing computes."""
   STAGE = 'stage'
-  """Start of a stage. All roles are on the devices, so that programs and states can be created."""
+  """Start of a stage. All roles except the reward model are on the devices, so that programs and
+  states can be created.
+  """
   PUBLISH = 'publish'
   """The policy is read in order to publish it to the engine."""
   ROLLOUT = 'rollout'
+  REWARD = 'reward'
+  """The reward model scores the rollouts of a batch, before the batch is closed."""
   INFERENCE = 'inference'
   """Forward passes over the rows of a closed batch."""
   TRAIN = 'train'
@@ -96,6 +105,7 @@ def roles_of(learned: Learned) -> dict[str, Any]:
     'critic optimizer': critic and critic.opt_state,
     'reference': learned.reference,
     'base': learned.base,
+    REWARD_MODEL: learned.reward_model,
   }
   return {name: tree for name, tree in roles.items() if tree is not None}
 
@@ -116,14 +126,19 @@ def with_roles(learned: Learned, roles: Mapping[str, Any]) -> Learned:
     critic=critic,
     reference=roles.get('reference', learned.reference),
     base=roles.get('base', learned.base),
+    reward_model=roles.get(REWARD_MODEL, learned.reward_model),
   )
 
 
-def residency_of(config: PhasesConfig, role: str) -> Residency:
+def residency_of(config: PhasesConfig, role: str) -> Residency | Literal['destroy']:
   """Returns the configured location of a role while no phase computes with it. Role names are those
   of `roles_of`.
   """
-  setting = {'base': 'policy', 'critic optimizer': 'critic'}.get(role, role)
+  setting = {
+    'base': 'policy',
+    'critic optimizer': 'critic',
+    REWARD_MODEL: 'reward_model',
+  }.get(role, role)
   return getattr(config, setting)
 
 
@@ -159,12 +174,16 @@ class MemoryPhases(Phases):
     process: Process,
     engine: Releasable | None,
     workdir: pathlib.Path,
+    read_reward_model: Callable[[], Params] | None = None,
   ):
     """
     Args:
       engine: engine of this process if it takes part in the phases; None in processes without an
         engine.
+      read_reward_model: reads the reward model's parameters onto the mesh; None if the run has no
+        reward model.
     """
+    self._read_reward_model = read_reward_model
     self._config, self._process, self._engine = config, process, engine
     self._directory = workdir / DIRECTORY / str(jax.process_index())
     self._away: dict[str, list[Sharding]] = {}
@@ -186,7 +205,7 @@ class MemoryPhases(Phases):
       if phase == Phase.COMMIT:
         return await self._in_memory(learned)
       if phase == Phase.STAGE:
-        roles = (*roles_of(learned),)
+        roles = (*(role for role in roles_of(learned) if role != REWARD_MODEL),)
       for role in roles_of(learned):
         if role not in roles:
           learned = await self._leave(role, learned)
@@ -209,21 +228,29 @@ class MemoryPhases(Phases):
     if residency == 'resident' or not size:
       return learned
     self._away[role] = memory.shardings_of(tree)
-    move = (memory.to_host, ()) if residency == 'offload' else (memory.to_disk, (self._at(role),))
-    return await self._move(
-      Edge.OFFLOAD, role, learned, size, *move, place='host' if residency == 'offload' else 'disk'
-    )
+    function, args, place = {
+      'offload': (memory.to_host, (), 'host'),
+      'disk': (memory.to_disk, (self._at(role),), 'disk'),
+      'destroy': (memory.destroyed, (), 'nowhere'),
+    }[residency]
+    return await self._move(Edge.OFFLOAD, role, learned, size, function, args, place=place)
 
   async def _fetch(self, role: str, learned: Learned) -> Learned:
     """Moves a role back to the devices, with the shardings that programs expect."""
     if (homes := self._away.pop(role, None)) is None:
       return learned
+    if residency_of(self._config, role) == 'destroy':
+      return await self._move(Edge.RELOAD, role, learned, None, self._read_again, ())
     return await self._move(Edge.RELOAD, role, learned, None, memory.restored, (homes,))
 
+  def _read_again(self, destroyed: Params) -> Params:
+    return self._read_reward_model()
+
   async def _in_memory(self, learned: Learned) -> Learned:
-    """Reads roles that are stored in files into host memory."""
+    """Reads those roles that are committed and stored in files into host memory."""
     for role, tree in roles_of(learned).items():
-      if any(isinstance(leaf, memory.StoredArray) for leaf in jax.tree.leaves(tree)):
+      stored = any(isinstance(leaf, memory.StoredArray) for leaf in jax.tree.leaves(tree))
+      if stored and role != REWARD_MODEL:
         homes = [home.with_memory_kind(memory.HOST) for home in self._away[role]]
         learned = await self._move(Edge.RELOAD, role, learned, None, memory.restored, (homes,))
     return learned

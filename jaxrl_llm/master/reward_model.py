@@ -1,4 +1,5 @@
-"""Scores answers with a trained reward model on a mesh, as requests arrive.
+"""Scores answers with a trained reward model on a mesh: those of requests as they arrive, and those
+of a run's rollouts.
 
 Sequences are packed into arrays of one fixed shape, so that the model's program compiles once.
 """
@@ -6,8 +7,10 @@ Sequences are packed into arrays of one fixed shape, so that the model's program
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -16,10 +19,13 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.data.load import Grid
 from jaxrl_llm.learner.forward import build_score
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.parallel.device import DeviceThread
-from jaxrl_llm.parallel.mesh import data_parallel_ranks
-from jaxrl_llm.parallel.rules import sharding_of_batch
+from jaxrl_llm.parallel.mesh import SEQUENCE, data_parallel_ranks
+from jaxrl_llm.parallel.rules import replicated, sharding_of_batch
+from jaxrl_llm.rewards.api import Verdict
+from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _CHUNKS_PER_RANK = 8
 """Maximum number of chunks per rank and micro-batch. A chunk is a line of tokens of fixed length
@@ -27,18 +33,17 @@ into which one or several sequences are packed.
 """
 
 
-class RewardModel:
-  """Maps token sequences to scores. A score is the output of the head at the last token, as in
+class ScoringPass:
+  """Forward pass of a reward model over packed sequences. Every process of the mesh must take part.
+
+  A score is the output of the head at the last token, as in
   transformers' `…ForSequenceClassification`.
   """
 
-  def __init__(
-    self, model: Model, params: Params, mesh: Mesh, *, max_length: int, sequences: int = 32
-  ):
+  def __init__(self, model: Model, mesh: Mesh, *, max_length: int, sequences: int = 32):
     """
     Args:
       model: model with a 'scalar' head.
-      params: parameters of `model`, on the mesh.
       max_length: maximum number of tokens per sequence.
       sequences: maximum number of sequences per pass.
     """
@@ -48,36 +53,122 @@ class RewardModel:
         f'{model.spec.head!r}'
       )
     self.max_length, self.sequences = max_length, sequences
-    self._params, self._sharding = params, sharding_of_batch(mesh)
-    chunk_len = -(-max_length // 8) * 8
-    self._shape = plan_shape(
+    self._sharding = sharding_of_batch(mesh)
+    multiple = math.lcm(8, mesh.shape[SEQUENCE])
+    chunk_len = -(-max_length // multiple) * multiple
+    self.shape = plan_shape(
       rows=sequences,
       ranks=data_parallel_ranks(mesh),
       chunks=min(_CHUNKS_PER_RANK, sequences),
       chunk_len=chunk_len,
     )
-    self._score = build_score(model, mesh, token_chunk=chunk_len)
+    self.program = build_score(model, mesh, token_chunk=chunk_len)
+    # A process can read only what is on its own devices.
+    self._whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))
 
-  def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+  def score(self, params: Params, sequences: Sequence[Sequence[int]]) -> list[float]:
     """Returns the score of each sequence, in order. Both the number of sequences and their lengths
     must be within the limits given to the constructor.
+
+    Args:
+      params: parameters of the model, on the mesh.
     """
     if not 0 < len(sequences) <= self.sequences:
       raise ValueError(f'{len(sequences)} sequences, wanted 1 … {self.sequences}')
-    packing = self._shape.pack([len(sequence) for sequence in sequences])
-    grid = Grid.of(packing, self._shape, self._sharding)
+    packing = self.shape.pack([len(sequence) for sequence in sequences])
+    grid = Grid.of(packing, self.shape, self._sharding)
     arrays = grid.zeros()
-    for i, sequence in enumerate(sequences):
-      at = grid.tokens(i)
+    for i in grid.local:
+      sequence, at = sequences[i], grid.tokens(i)
       arrays['tokens'][at], arrays['positions'][at] = sequence, np.arange(len(sequence))
       arrays['segment_ids'][at] = packing.segment[i]
-    scores = np.asarray(
-      self._score(self._params, grid.chunks(arrays), np.int32(packing.micro_batches))
+    scores = jax.device_get(
+      self._whole(self.program(params, grid.chunks(arrays), np.int32(packing.micro_batches)))
     )
     return [
       float(scores[m, c, s - 1])
       for m, c, s in zip(packing.micro_batch, packing.chunk, packing.segment)
     ]
+
+
+class RewardModel(ScoringPass):
+  """A reward model with its parameters, for a mesh in one process."""
+
+  def __init__(
+    self, model: Model, params: Params, mesh: Mesh, *, max_length: int, sequences: int = 32
+  ):
+    """
+    Args:
+      params: parameters of `model`, on the mesh. For the other arguments, see `ScoringPass`.
+    """
+    super().__init__(model, mesh, max_length=max_length, sequences=sequences)
+    self._params = params
+
+  def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+    """Returns the score of each sequence, in order, as `score` does."""
+    return self.score(self._params, sequences)
+
+
+class RewardRole:
+  """The trainer's reward model, which scores the rollouts of a batch. Every process has one."""
+
+  def __init__(self, scoring: ScoringPass, tokenizer: Tokenizer | None):
+    """
+    Args:
+      tokenizer: tokenizer of the reward model in process 0; None in the other processes.
+    """
+    self.scoring, self._tokenizer = scoring, tokenizer
+
+  def render(self, members: Sequence[Experience]) -> list[list[int]]:
+    """Returns the tokens of each sample's prompt and completion. They are empty if the sample is
+    longer than the reward model allows. Only process 0 may call this.
+
+    Samples are rendered from their texts, as by a reward model that is served, because the reward
+    model may have another tokenizer than the policy.
+    """
+    sequences = []
+    for member in members:
+      before, after = self._tokenizer.render_answer(member.task.prompt, member.completion)
+      tokens = [*before, *after]
+      sequences.append(tokens if len(tokens) <= self.scoring.max_length else [])
+    return sequences
+
+  def score(self, params: Params, sequences: Sequence[Sequence[int]]) -> list[float | None]:
+    """Returns the score of each sequence, in order; None for an empty sequence.
+
+    The sequences are cut into passes in the given order, so the result depends on nothing else.
+    Every process must call this with the same sequences.
+    """
+    present = [i for i, sequence in enumerate(sequences) if sequence]
+    scores: list[float | None] = [None] * len(sequences)
+    for start in range(0, len(present), self.scoring.sequences):
+      numbers = present[start : start + self.scoring.sequences]
+      values = self.scoring.score(params, [sequences[i] for i in numbers])
+      for i, value in zip(numbers, values, strict=True):
+        scores[i] = value
+    return scores
+
+  def verdicts(
+    self,
+    members: Sequence[Experience],
+    sequences: Sequence[Sequence[int]],
+    scores: Sequence[float | None],
+  ) -> dict[str, Verdict]:
+    """Returns the verdict on each sample, keyed by uid.
+
+    Args:
+      sequences: tokens of each sample, as `render` returned them.
+      scores: score of each sample, as `score` returned them.
+    """
+    too_long = {
+      'error': f'longer than the {self.scoring.max_length} tokens of reward_model.max_length'
+    }
+    return {
+      member.sample.uid: Verdict(
+        value=value, evidence={'tokens': len(sequence)} if sequence else too_long
+      )
+      for member, sequence, value in zip(members, sequences, scores, strict=True)
+    }
 
 
 class Batcher:

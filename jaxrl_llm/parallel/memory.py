@@ -102,6 +102,17 @@ def to_host(tree: PyTree) -> PyTree:
   return jax.tree.map(move, tree)
 
 
+def destroyed(tree: PyTree) -> PyTree:
+  """Frees the arrays of a tree. In the result, each array is replaced by its shape and type."""
+
+  def free(leaf):
+    like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    leaf.delete()
+    return like
+
+  return jax.tree.map(free, tree)
+
+
 def to_disk(tree: PyTree, directory: pathlib.Path) -> PyTree:
   """Writes the arrays of a tree to files and frees their memory. In the result, each array is
   replaced by a `StoredArray`.

@@ -23,6 +23,8 @@ from jaxrl_llm.core.records.score import Score, Status, worth
 from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.types import Json
 
+REWARD_MODEL = 'reward_model'
+"""Name of the built-in scorer that the trainer's reward model computes (`ByTrainer`)."""
 ENVIRONMENT = 'environment'
 """Name of the built-in scorer that returns the reward of the episode's environment
 (`Attempt.environment`).
@@ -198,7 +200,14 @@ class Delayed:
   verdicts: int
 
 
-AnyScorer = Scorer | Awaited | PerGroup | AwaitedGroup | Delayed
+@dataclasses.dataclass(frozen=True)
+class ByTrainer:
+  """A scorer that runs in the trainer's processes, between the last rollout of a batch and the
+  batch's close. The scorer pool does not call it.
+  """
+
+
+AnyScorer = Scorer | Awaited | PerGroup | AwaitedGroup | Delayed | ByTrainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

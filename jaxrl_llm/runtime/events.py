@@ -43,6 +43,7 @@ class Edge(enum.StrEnum):
   TASK = 'task'
   ROLLOUT = 'rollout'
   EVAL = 'eval'
+  REWARD_PASS = 'reward_pass'
   STORE = 'store'
   DROP = 'drop'
   FETCH = 'fetch'
@@ -105,6 +106,13 @@ EDGES: Mapping[Edge, Ends] = {
       'The samples of a group are scored, each as soon as it ends: from the first sample to the '
       'last score.'
     ),
+  ),
+  Edge.REWARD_PASS: Ends(
+    source='master',
+    target='trainer',
+    lane='scoring',
+    diagram='DeepSeek-R1: forward passes of the reward model, in the inference phase',
+    text="The trainer's reward model scores all samples of a batch, or of one of its later rounds.",
   ),
   Edge.STORE: Ends(
     source='master',
@@ -193,14 +201,17 @@ EDGES: Mapping[Edge, Ends] = {
     target='memory',
     lane='memory',
     diagram='DeepSeek-R1: save and offload the actor; offload reference and reward model',
-    text='A role leaves the devices, for host memory or files.',
+    text='A role leaves the devices, for host memory or files, or its memory is freed.',
   ),
   Edge.RELOAD: Ends(
     source='memory',
     target='trainer',
     lane='memory',
     diagram='DeepSeek-R1: load reference and reward model; load actor and critic',
-    text='A role comes back to the devices or, for a commit, from files to host memory.',
+    text=(
+      'A role comes back to the devices, or is read again. For a commit, it moves from files to '
+      'host memory.'
+    ),
   ),
   Edge.RELEASE: Ends(
     source='trainer',

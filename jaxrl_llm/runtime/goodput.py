@@ -29,7 +29,7 @@ _CLASSES = {
   'phases': 'move',
   **dict.fromkeys(
     (
-      *('annotate', 'old_log_prob', 'ref', 'values', 'adv'),
+      *('reward_model', 'annotate', 'old_log_prob', 'ref', 'values', 'adv'),
       *('train', 'update_actor', 'update_critic'),
     ),
     'train',

@@ -279,6 +279,9 @@ METRICS: dict[str, str] = {
     'Seconds waited for scores after the last rollout ended. Near 0 if scoring keeps up with '
     'generation.'
   ),
+  'timing_s/reward_model': (
+    "Seconds of the passes of the trainer's reward model; absent if the trainer has none."
+  ),
   'timing_s/load': (
     'Seconds that the devices waited for the rows of the batch to be read and packed. Near 0 if '
     'reading keeps up with computing.'

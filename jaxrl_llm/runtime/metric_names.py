@@ -110,6 +110,7 @@ LABELS: dict[str, Label] = {
   'sampling/sampling_logp_difference/max': Label('Largest |trainer − sampler|', 'nats'),
   'timing_s/gen': Label('generation', _S),
   'timing_s/reward': Label('scoring', _S),
+  'timing_s/reward_model': Label("reward model's pass", _S),
   'timing_s/old_log_prob': Label('proximal pass', _S),
   'timing_s/ref': Label('reference pass', _S),
   'timing_s/values': Label("critic's pass", _S),

@@ -53,11 +53,7 @@ def test_exported_critics_and_reward_models_are_loaded_by_transformers_and_start
 ):
   critic = transformers.AutoModelForTokenClassification.from_pretrained(ppo / 'critic')
   assert critic.config.num_labels == 1
-  reward = tmp_path / 'reward'
-  pairs = ('--config.preferences.0.size=300', '--config.preferences.1.size=50')
-  steps = ('--config.stages.0.steps=6', '--config.stages.0.evaluate_every=3')
-  shared = tuple(flag for flag in job.SMALL if 'policy.model' in flag or 'tasksets' in flag)
-  job.train(reward, config=('--config=configs/reward_model.py', *shared, *pairs, *steps))
+  reward = job.reward_model_run()
   held_out = stage_rows(reward, 'reward_model', 'val-core/eval_pairs/rewards/accuracies')
   assert len(held_out) == 2
   model = transformers.AutoModelForSequenceClassification.from_pretrained(reward / 'hf')

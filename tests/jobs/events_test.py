@@ -39,12 +39,13 @@ def run(tmp_path_factory):
 
 
 OWN = set(EDGES) - {
-  *(Edge.AUXILIARY_SCORE, Edge.AUXILIARY_MODEL, Edge.CHANGE, Edge.SERVER),
+  *(Edge.AUXILIARY_SCORE, Edge.AUXILIARY_MODEL, Edge.CHANGE, Edge.SERVER, Edge.REWARD_PASS),
   *(Edge.OFFLOAD, Edge.RELOAD, Edge.RELEASE, Edge.RESTORE, Edge.LEDGER),
 }
 """Of every run; the others are of workflows that ask (tests/jobs/explorers_test.py), of changes and
 branches (tests/jobs/change_test.py, branch_test.py), of servers of a registry
-(tests/jobs/registry_test.py) and of memory phases (tests/jobs/phases_test.py).
+(tests/jobs/registry_test.py), of a reward model of the trainer (tests/jobs/reward_model_test.py)
+and of memory phases (tests/jobs/phases_test.py).
 """
 
 

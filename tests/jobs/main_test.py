@@ -46,6 +46,7 @@ WRITTEN_ELSEWHERE = {
   'a scorer process that ended': ('run/scorers/breaks',),
   'a batch policy': ('run/passed_over',),
   'memory phases': ('perf/memory_moved_bytes',),
+  'reward model of the trainer': ('timing_s/reward_model',),
   'delayed rewards': ('run/awaiting/joined', 'run/awaiting/open'),
   'speculative decoding': ('speculation/accepted_ratio', 'speculation/tokens_per_step'),
   'partial rollouts': (

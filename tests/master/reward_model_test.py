@@ -17,7 +17,7 @@ from jaxrl_llm.app.serve.reward import MAX_STEPS, ROUTES, application, load, ste
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.learner.state import place_params
-from jaxrl_llm.master.reward_model import Batcher, RewardModel
+from jaxrl_llm.master.reward_model import Batcher, RewardModel, RewardRole
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.heads import with_head
@@ -95,6 +95,15 @@ def test_callers_that_come_together_share_passes_and_one_that_leaves_disturbs_no
     device.close()
 
   asyncio.run(check())
+
+
+def test_the_trainers_role_cuts_passes_and_leaves_out_what_is_too_long(params, alone):
+  role = RewardRole(on_mesh(params, sequences=4, fsdp=8), None)
+  asked = [*SEQUENCES[:5], [], *SEQUENCES[5:]]
+  found = role.score(params, asked)
+  assert found.pop(5) is None
+  np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-6)
+  assert role.score(params, [[], []]) == [None, None]
 
 
 class Slow(RewardModel):

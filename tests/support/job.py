@@ -251,6 +251,17 @@ def chat_sft_run() -> pathlib.Path:
   return shared('chat_sft', lambda folder: start_script('chat_sft', folder, *steps))
 
 
+def reward_model_run() -> pathlib.Path:
+  """configs/reward_model.py with few pairs and steps, run to its end."""
+  shared = tuple(flag for flag in SMALL if 'policy.model' in flag or 'tasksets' in flag)
+  pairs = ('--config.preferences.0.size=300', '--config.preferences.1.size=50')
+  steps = ('--config.stages.0.steps=6', '--config.stages.0.evaluate_every=3')
+  # Room for the stop token after an answer that reached the policy's limit.
+  longer = ('--config.rollout.max_response_length=12',)
+  config = ('--config=configs/reward_model.py', *shared, *pairs, *steps, *longer)
+  return finished('reward_model', config=config)
+
+
 def killed_ppo_run() -> pathlib.Path:
   """PPO, killed inside the warm-up and after a refresh of the reference, and run to its end."""
   return shared('killed_ppo', lambda workdir: killed_and_resumed(workdir, 16, 21, config=PPO))

@@ -35,7 +35,7 @@ from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.waits import unless
-from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
+from jaxrl_llm.rewards.api import ByTrainer, Delayed, RewardsConfig, ScorerConfig
 from jaxrl_llm.rewards.scorers.verifier.scorer import check_verifiers
 
 FLAGS = flags.FlagValues()
@@ -85,6 +85,11 @@ def _main(argv: Sequence[str]) -> int:
   rows, out = pathlib.Path(FLAGS.rows), pathlib.Path(FLAGS.out)
   _check_out(out, rows)
   scorer = build_scorer(config, '--scorer')
+  if isinstance(scorer, Delayed | ByTrainer):
+    raise UserError(
+      f'--scorer={FLAGS.scorer}: gives scores in a run only; a reward model that is served '
+      '(jaxrl serve --role=reward) scores files with --scorer=http'
+    )
   attempts = read_attempts(rows)
   chosen = choose(config, lambda: [attempt.task.truth for attempt in attempts])
   if chosen.why:

@@ -90,6 +90,7 @@ def build_batches(
     partial=config.rollout.partial,
     max_dropped_groups=source.max_dropped_groups,
     limits=source.limits,
+    max_rounds=config.reward_model.max_rounds if config.reward_model is not None else 0,
     collect_deadline_s=config.rollout.collect_deadline_s,
   )
   explorer = Explorer(

@@ -31,6 +31,8 @@ MAY_CHANGE = (
   *('evaluation', 'logging', 'checkpoint', 'compilation_cache', 'coordination', 'registry'),
   'learner.mesh',
   'phases',
+  # Another directory must contain the same model, which `TrainerRewardModel.check` ensures.
+  *('reward_model.init_from', 'reward_model.max_rounds'),
   *('rewards.workers', 'rewards.scorers.*.options.cache_file'),
   *('rollout.explorers', 'rollout.mismatch', 'rollout.collect_deadline_s'),
   # `request_deadline_s` may not change, because the limits of sandboxed programs depend on it.
@@ -54,6 +56,7 @@ _WHY = {
   'preferences': 'the run counts its position in this data',
   'examples': 'the run counts its position in this data',
   'rewards': 'stored rollouts were scored with it',
+  'reward_model': 'stored rollouts were scored with it',
   'rollout': 'stored rollouts were sampled with it',
   'learner': 'batches are packed by it',
   'stages': 'a run keeps its stages and their order',

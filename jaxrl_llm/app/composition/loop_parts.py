@@ -106,14 +106,16 @@ def build_phases(setup: Setup, engine: Engine | None) -> Phases:
   if config is None:
     return RESIDENT
   check_allocator(setup.config, setup.process.mesh.devices.flat[0].platform)
+  process, reward_model = setup.process, setup.reward_model
+  read = functools.partial(reward_model.read, process.mesh) if reward_model is not None else None
   if config.engine == 'resident' or engine is None:
-    return MemoryPhases(config, setup.process, None, setup.workdir)
+    return MemoryPhases(config, process, None, setup.workdir, read)
   if not isinstance(engine, Releasable):
     raise UserError(
       f'phases.engine: {config.engine!r}, and engine {engine.name!r} has no release and restore '
       "(Releasable in docs/reference/api.md); wanted 'resident'"
     )
-  return MemoryPhases(config, setup.process, engine, setup.workdir)
+  return MemoryPhases(config, process, engine, setup.workdir, read)
 
 
 def build_parts(setup: Setup, start: Start, resources: Resources | None) -> Parts:
@@ -148,4 +150,7 @@ def build_parts(setup: Setup, start: Start, resources: Resources | None) -> Part
     ),
     batches=dict(resources.logs.batches) if resources else {},
     phases=phases,
+    reward_model=setup.reward_model.role(leads=resources is not None)
+    if setup.reward_model is not None
+    else None,
   )

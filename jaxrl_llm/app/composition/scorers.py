@@ -12,7 +12,13 @@ from jaxrl_llm.config.annotations import nearest
 from jaxrl_llm.config.own import own_part
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.registry import Registry
-from jaxrl_llm.rewards.api import DISCOVERING, AnyScorer, RewardsConfig, ScorerConfig
+from jaxrl_llm.rewards.api import (
+  DISCOVERING,
+  REWARD_MODEL,
+  AnyScorer,
+  RewardsConfig,
+  ScorerConfig,
+)
 from jaxrl_llm.rewards.scorers.adapters import python_scorer, trl_scorer, verl_scorer
 from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer, choose_options
 from jaxrl_llm.rewards.scorers.code import code_scorer, options_within
@@ -26,6 +32,7 @@ from jaxrl_llm.rewards.scorers.k12 import k12_scorer
 from jaxrl_llm.rewards.scorers.language import language_scorer
 from jaxrl_llm.rewards.scorers.length import length_scorer, overlong_scorer
 from jaxrl_llm.rewards.scorers.repetition import repetition_scorer
+from jaxrl_llm.rewards.scorers.reward_model import reward_model_scorer
 from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 from jaxrl_llm.rewards.scorers.vision import box_iou_scorer, point_scorer
 
@@ -48,6 +55,7 @@ SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
   'point': point_scorer,
   'python': python_scorer,
   'repetition': repetition_scorer,
+  REWARD_MODEL: reward_model_scorer,
   'trl': trl_scorer,
   'verifier': verifier_scorer,
   'verl': verl_scorer,

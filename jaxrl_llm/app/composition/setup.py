@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 
+from jaxrl_llm.app.composition.reward_role import TrainerRewardModel
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.master.process import Process
@@ -27,6 +28,8 @@ class Setup:
   """Model to train: the policy, or a reward model."""
   checkpoints: Checkpoints
   process: Process
+  reward_model: TrainerRewardModel | None = None
+  """Reward model of the trainer; None if the run has none."""
   registry: Registry | None = None
   """Registry of the run. None in processes other than process 0, and in runs without a registry."""
   next_attempt: Callable[[], int] | None = None

@@ -134,6 +134,7 @@ def begin_stage(
     reference=reference,
     reference_step=state.step,
     base=state.learned.base,
+    reward_model=state.learned.reward_model,
   )
   if before is not None and stage.keep_optimizer:
     # Keep the moments, but restart the learning-rate schedule for the new stage.

@@ -35,7 +35,7 @@ from jaxrl_llm.master.batches import Planner
 from jaxrl_llm.master.exploring.explorer import NothingToLearn
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.keeper import write_step
-from jaxrl_llm.master.loop import LoopState, pass_over, publish, take_step
+from jaxrl_llm.master.loop import LoopState, pass_over, publish, score_rollouts, take_step
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
 from jaxrl_llm.rollout.publisher import Publisher
 
@@ -134,6 +134,8 @@ class StageTrials:
       every_minutes=math.inf,
       stop=asyncio.get_running_loop().create_future(),
     )
+    reward_model = setup.reward_model
+    self._reward_model = reward_model.role(leads=True) if reward_model is not None else None
     self._process_bytes = 0
     self._state: LoopState | None = None
     """Newest state of training. Earlier states are unusable, because their buffers were donated to
@@ -227,6 +229,10 @@ class StageTrials:
         with process.stopwatch.timed('update_weights'):
           await publish(self._publisher, moved)
       batches.advance(self._state.step, done - stale)
+      if stage.explores and self._reward_model is not None:
+        self._state = await score_rollouts(
+          process, self._reward_model, self._state, self._planner, batches
+        )
       plan = await self._planner.close(stage, self._state.step, batches)
     plan = dataclasses.replace(plan, evaluate=False, commit=False, held_out=())
     if stage.trains:

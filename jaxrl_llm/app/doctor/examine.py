@@ -24,6 +24,7 @@ from jaxrl_llm.app.composition.prepare import (
   load_tokenizer,
 )
 from jaxrl_llm.app.composition.resources import Resources, open_resources
+from jaxrl_llm.app.composition.reward_role import build_reward_model
 from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.app.composition.state import committed_state, critic_model
 from jaxrl_llm.app.composition.workdir import check_configuration, has_commits, is_live
@@ -153,6 +154,7 @@ async def _opened(
   async with contextlib.AsyncExitStack() as opened:
     try:
       past = await opened.enter_async_context(reopen(config, run, load))
+      past = dataclasses.replace(past, reward_model=build_reward_model(config, past.process.mesh))
     except UserError as error:
       if data is not None:
         findings.add(*texts.leakage(data))
@@ -203,7 +205,8 @@ def _services(config: Config, workdir: pathlib.Path, findings: Findings) -> None
 def _machine(past: Reopened, workdir: pathlib.Path, findings: Findings) -> None:
   config, model = past.config, past.model
   parameters = sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
-  roles = held(past.stages, model, critic_model(model), past.process.mesh)
+  mesh = past.process.mesh
+  roles = held(past.stages, model, critic_model(model), mesh, past.reward_model)
   findings.add(
     *environment.accelerators(config, parameters),
     *environment.shared_memory(config, past.prepared.spec),
@@ -238,6 +241,9 @@ async def _weights(past: Reopened, findings: Findings) -> LoopState | None:
   with findings.guarding('weights'):
     state, _ = await past.process.device.run(committed_state, past, 0)
     learned = state.learned
+    if past.reward_model is not None:
+      params = await past.process.device.run(past.reward_model.read, past.process.mesh)
+      state = dataclasses.replace(state, learned=learned._replace(reward_model=params))
     bad = await past.process.device.run(_not_finite, learned.whole(learned.policy.params))
     if not bad:
       findings.add(ok('weights', past.config.policy.init_from or 'random'))

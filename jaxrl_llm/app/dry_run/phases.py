@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from jaxrl_llm.app.dry_run.programs import Held
-from jaxrl_llm.master.phases import ENGINE, Phase, PhasesConfig, residency_of
+from jaxrl_llm.master.phases import ENGINE, REWARD_MODEL, Phase, PhasesConfig, residency_of
 
 COMPUTING = {
   Phase.ROLLOUT: (ENGINE,),
+  Phase.REWARD: (REWARD_MODEL,),
   Phase.INFERENCE: ('policy', 'base', 'reference', 'critic'),
   Phase.TRAIN: ('policy', 'base', 'gradients', 'optimizer', 'critic', 'critic optimizer'),
 }
@@ -40,6 +41,7 @@ def planned(
       role: size for role, size in sizes.items() if size and (role in computing or stays(role))
     }
     for phase, computing in COMPUTING.items()
+    if phase != Phase.REWARD or REWARD_MODEL in sizes
   }
 
 

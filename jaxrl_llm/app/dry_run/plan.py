@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.app.composition.chosen import settle
 from jaxrl_llm.app.composition.engines import engine_setting
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
+from jaxrl_llm.app.composition.reward_role import TrainerRewardModel, build_reward_model
 from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import critic_model
@@ -58,11 +59,13 @@ class RunPlan:
   model: Model
   critic: Model
   setting: EngineSetting
+  reward_model: TrainerRewardModel | None = None
+  """Reward model of the trainer; None if it has none."""
 
   @property
   def held(self) -> list[Held]:
     """Memory that each role keeps between steps."""
-    return held(self.stages, self.model, self.critic, self.mesh)
+    return held(self.stages, self.model, self.critic, self.mesh, self.reward_model)
 
   @property
   def phases(self) -> dict[Phase, dict[str, int]] | None:
@@ -87,6 +90,19 @@ class RunPlan:
     return _count(shapes), _count(trained)
 
   @property
+  def reward_model_json(self) -> dict[str, Json] | None:
+    """Description of the trainer's reward model; None if it has none."""
+    if self.reward_model is None:
+      return None
+    model, scoring = self.reward_model.model, self.reward_model.scoring
+    return {
+      'family': model.spec.family,
+      'parameters': _count(jax.eval_shape(model.init, jax.random.key(0))),
+      'max_length': scoring.max_length,
+      'sequences_per_pass': scoring.sequences,
+    }
+
+  @property
   def attention(self) -> tuple[str, str]:
     """Attention implementation in training, and the reason for the choice."""
     time = self.stages[0].shape.chunk_len
@@ -103,6 +119,11 @@ class RunPlan:
       f'policy: {spec.family}, {count:,} parameters{adapters}, vocabulary {spec.vocab_size}',
       f'attention in training: {implementation} ({reason})',
     ]
+    if (of := self.reward_model_json) is not None:
+      lines.append(
+        f'reward model: {of["family"]}, {of["parameters"]:,} parameters, up to {of["max_length"]} '
+        f'tokens, {of["sequences_per_pass"]} sequences per pass'
+      )
     for taskset in self.prepared.tasksets.values():
       lines.append(f'taskset {taskset.name}: {dict(taskset.counts)}')
     for stage in self.stages:
@@ -127,6 +148,7 @@ class RunPlan:
         'trained_parameters': trained,
         'vocabulary': spec.vocab_size,
       },
+      'reward_model': self.reward_model_json,
       'attention': {'implementation': implementation, 'reason': reason},
       'tasksets': {name: dict(taskset.counts) for name, taskset in self.prepared.tasksets.items()},
       'stages': [self._stage_json(stage) for stage in self.stages],
@@ -201,6 +223,7 @@ def plan(
     model=model,
     critic=critic_model(model),
     setting=engine_setting(config, workdir, prepared),
+    reward_model=build_reward_model(config, mesh),
   )
 
 

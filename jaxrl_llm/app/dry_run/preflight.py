@@ -15,7 +15,12 @@ from jaxrl_llm.app.composition.workdir import check_configuration
 from jaxrl_llm.app.dry_run.compiled import Compilation, compile_program, held_table
 from jaxrl_llm.app.dry_run.phases import phases_table
 from jaxrl_llm.app.dry_run.plan import RunPlan, plan, resolved
-from jaxrl_llm.app.dry_run.programs import Program, publishing_program, stage_programs
+from jaxrl_llm.app.dry_run.programs import (
+  Program,
+  publishing_program,
+  scoring_program,
+  stage_programs,
+)
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.script import print_json
@@ -111,6 +116,9 @@ def print_plan(
       report(
         f'{program.name} of {stage.name}', compile_program(program, planned.mesh, planned.chip)
       )
+  if planned.reward_model is not None:
+    scoring = scoring_program(planned.reward_model, planned.mesh)
+    report(scoring.name, compile_program(scoring, planned.mesh, planned.chip))
   if config.generates and topology is not None:
     publishing = publishing_program(planned.config, planned.model, planned.mesh)
     report(publishing.name, compile_program(publishing, planned.mesh, planned.chip))

@@ -13,12 +13,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.loop_parts import build_gatherer
+from jaxrl_llm.app.composition.reward_role import TrainerRewardModel
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.batching.chunks import Chunks, shapes
+from jaxrl_llm.batching.plan import Shape
 from jaxrl_llm.learner.algorithm import Loss
 from jaxrl_llm.learner.forward import build_score
 from jaxrl_llm.learner.state import TrainState, abstract_base, abstract_state, param_shardings
 from jaxrl_llm.learner.update import build_update
+from jaxrl_llm.master.phases import REWARD_MODEL
 from jaxrl_llm.master.trainer import Optimization, Stage, value_pass
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
@@ -53,7 +56,7 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   algorithm, shape = stage.algorithm, stage.shape
   tokens = shape.total_chunks * shape.chunk_len
   pairs = causal_pairs([shape.chunk_len] * shape.total_chunks)
-  arrays = batch_shapes(stage, mesh), jax.ShapeDtypeStruct((), np.int32)
+  arrays = batch_shapes(shape, mesh), jax.ShapeDtypeStruct((), np.int32)
   constants = {name: jax.ShapeDtypeStruct((), np.float32) for name in algorithm.constants}
 
   def update(
@@ -93,13 +96,7 @@ def publishing_program(config: Config, model: Model, mesh: Mesh) -> Program:
   """Returns the program that needs the most memory among those that cut, convert and gather parts
   of the policy's weights for the engine, compiled as in a job of several processes.
   """
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
-  params = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    shapes,
-    param_shardings(model, mesh),
-  )
-  programs = build_gatherer(config, mesh, several=True).programs(params)
+  programs = build_gatherer(config, mesh, several=True).programs(abstract_params(model, mesh))
 
   def size(name: str) -> int:
     return sum(
@@ -110,9 +107,19 @@ def publishing_program(config: Config, model: Model, mesh: Mesh) -> Program:
   return Program(f'publishing, its largest part ({largest})', lambda: programs[largest], 0)
 
 
-def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
-  """Returns the shapes and shardings of one optimizer step's arrays, as the loader places them."""
-  shape = stage.shape
+def abstract_params(model: Model, mesh: Mesh) -> Any:
+  """Returns the shapes, dtypes and shardings of a model's parameters."""
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    jax.eval_shape(model.init, jax.random.key(0)),
+    param_shardings(model, mesh),
+  )
+
+
+def batch_shapes(shape: Shape, mesh: Mesh) -> Chunks:
+  """Returns the shapes and shardings of the arrays of one optimizer step or one forward pass, as
+  they are placed on the devices.
+  """
   arrays = shapes(
     shape.micro_batches,
     shape.total_chunks,
@@ -127,9 +134,31 @@ def batch_shapes(stage: Stage, mesh: Mesh) -> Chunks:
   return Chunks(**{name: placed(array) for name, array in arrays.items()})
 
 
-def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> list[Held]:
+def scoring_program(reward_model: TrainerRewardModel, mesh: Mesh) -> Program:
+  """Returns the forward pass with which the trainer's reward model scores rollouts."""
+  scoring, spec = reward_model.scoring, reward_model.model.spec
+  chunks, length = scoring.shape.total_chunks, scoring.shape.chunk_len
+  flops = model_flops(spec, chunks * length, pairs=causal_pairs([length] * chunks), backward=False)
+  arguments = (
+    abstract_params(reward_model.model, mesh),
+    batch_shapes(scoring.shape, mesh),
+    jax.ShapeDtypeStruct((), np.int32),
+  )
+  return Program('rewards', lambda: scoring.program.lower(*arguments), flops)
+
+
+def held(
+  stages: Sequence[Stage],
+  model: Model,
+  critic: Model,
+  mesh: Mesh,
+  reward_model: TrainerRewardModel | None = None,
+) -> list[Held]:
   """Returns, for each role, the maximum memory that a stage keeps. Gradients are left out, because
   they exist only during an update.
+
+  Args:
+    reward_model: reward model of the trainer; None if it has none.
   """
   largest: dict[str, Held] = {}
 
@@ -159,6 +188,8 @@ def held(stages: Sequence[Stage], model: Model, critic: Model, mesh: Mesh) -> li
     whole, per_device, offloaded = held_bytes(committed)
     # A commit keeps a copy of the state in host memory until its files are written.
     add_size(Held('commit in flight', whole, 0, per_device + offloaded))
+  if reward_model is not None:
+    add(REWARD_MODEL, abstract_params(reward_model.model, mesh))
   return list(largest.values())
 
 

@@ -247,7 +247,8 @@ _ONLINE: Table = {
   'reward_funcs': Mapped('rewards.scorers'),
   'reward_weights': Mapped('rewards.scorers'),
   'reward_model_name_or_path': NotSupported(
-    'serve it (jaxrl serve reward) and score with http, or use the scorer judge'
+    'set reward_model.init_from and the scorer reward_model, serve it and use the scorer http, or '
+    'use the scorer judge'
   ),
   'reward_processing_classes': NotNeeded('a served reward model has its own tokenizer'),
   'temperature': Mapped('stages.NAME.source.temperature', number),

@@ -109,7 +109,8 @@ _NO_CRITIC = NotNeeded('only PPO (adv_estimator=gae) has a critic')
 _NO_IMAGES = NotSupported('policies read text only')
 _NO_TURNS = NotSupported('turns and tools are a workflow: rollout.workflow')
 _NO_REWARD_MODEL = NotSupported(
-  'serve it (jaxrl serve reward) and score with http, or use the scorer judge'
+  'set reward_model.init_from and the scorer reward_model, serve it and use the scorer http, or '
+  'use the scorer judge'
 )
 _NO_CODE = NotSupported("a checkpoint's own code is never run")
 _NO_FILTER = NotSupported('training samples from the whole distribution')

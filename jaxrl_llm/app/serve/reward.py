@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
-import os
-import pathlib
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +25,7 @@ import jax
 from absl import flags, logging
 from aiohttp import web
 
-from jaxrl_llm.app.composition.initial_weights import model_directory
+from jaxrl_llm.app.composition.reward_role import find_reward_model
 from jaxrl_llm.app.serve.listening import (
   define_listening,
   lease_of,
@@ -44,12 +41,9 @@ from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.core.net.registry import Kind
 from jaxrl_llm.learner.loading import read_params
 from jaxrl_llm.master.reward_model import Batcher, RewardModel
-from jaxrl_llm.models.api import build_model
-from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.tasks.tokenizer import Tokenizer
-from jaxrl_llm.weights.hf import read_spec
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string(
@@ -88,8 +82,6 @@ _CHARACTERS = 256
 """Length in characters assumed for the longest token of a vocabulary. A text longer than this times
 the maximum number of tokens cannot fit.
 """
-_END_BYTES = 1 << 20
-"""Number of bytes at the end of each of a model's files that the model's fingerprint covers."""
 PATHS = ('/', '/score')
 ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))
 
@@ -102,18 +94,11 @@ def load(
   Raises:
     UserError: the model is not a reward model.
   """
-  directory = model_directory(source)
-  spec = read_spec(directory)
-  if spec.head != 'scalar':
-    raise UserError(
-      f'--model={source}: a model with head {spec.head!r}; wanted a reward model '
-      '(…ForSequenceClassification with one label), as jaxrl train '
-      '--config=configs/reward_model.py exports it'
-    )
-  tokenizer, mesh = Tokenizer.from_directory(directory), build_mesh(MeshConfig(tensor=tensor))
-  tokenizer.check_fits(spec.vocab_size, f'the model in {directory}')
-  model = build_model(spec, ModelOptions(dtype=dtype, param_dtype=dtype), mesh)
-  params = read_params(model, mesh, directory, spec)
+  files = find_reward_model(source, '--model')
+  spec, tokenizer = files.spec, files.tokenizer()
+  mesh = build_mesh(MeshConfig(tensor=tensor))
+  model = files.model(dtype, mesh)
+  params = read_params(model, mesh, files.directory, spec)
   longest = min(max_length or spec.max_position_embeddings, spec.max_position_embeddings)
   return RewardModel(model, params, mesh, max_length=longest, sequences=sequences), tokenizer
 
@@ -246,19 +231,6 @@ def _turns(
   return answers
 
 
-def _fingerprint(directory: pathlib.Path) -> dict[str, str]:
-  """Returns a fingerprint of the model: a digest of its config.json and of the end of each weight
-  file.
-  """
-  digest = hashlib.sha256()
-  for file in sorted([directory / 'config.json', *directory.glob('*.safetensors')]):
-    with file.open('rb') as opened:
-      size = opened.seek(0, os.SEEK_END)
-      opened.seek(max(0, size - _END_BYTES))
-      digest.update(f'{file.name} {size}\n'.encode() + opened.read())
-  return {'model': digest.hexdigest()[:16]}
-
-
 async def serve(
   model: RewardModel,
   tokenizer: Tokenizer,
@@ -321,7 +293,9 @@ def _run(argv: Sequence[str], document: str | None) -> int:
   settings = {name: FLAGS[name].value for name in ('dtype', 'max_length', 'sequences', 'tensor')}
   model, tokenizer = load(FLAGS.model, **settings)
 
-  fingerprint = {} if registry is None else _fingerprint(model_directory(FLAGS.model))
+  fingerprint: dict[str, str] = {}
+  if registry is not None:
+    fingerprint = {'model': find_reward_model(FLAGS.model, '--model').fingerprint()}
 
   @contextlib.asynccontextmanager
   async def ready(address: str) -> AsyncIterator[None]:

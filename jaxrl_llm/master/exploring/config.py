@@ -59,6 +59,10 @@ class ExplorerConfig:
   """Maximum number of groups that may be dropped while one batch is collected, for any reason. If
   one more is dropped, the run fails.
   """
+  max_rounds: int = 8
+  """Maximum number of times that more groups are generated for a batch because the trainer's reward
+  model has scored it and groups were then dropped. After that, the run fails.
+  """
   limits: TaskLimits = TaskLimits()
   collect_deadline_s: float = 3600.0
   """Maximum wait for a batch, in seconds."""

@@ -23,6 +23,7 @@ import asyncio
 import collections
 import contextlib
 import functools
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,11 +43,12 @@ from jaxrl_llm.master.exploring.finished import (
   why_dropped,
 )
 from jaxrl_llm.master.exploring.gate import Gate
+from jaxrl_llm.master.exploring.judging import judge_by_trainer
 from jaxrl_llm.master.exploring.partial import GroupCut
 from jaxrl_llm.master.exploring.processors import Processed, Processor, process_asking
 from jaxrl_llm.master.exploring.recall import read_members, recall
 from jaxrl_llm.master.exploring.runner import GroupExpired, GroupRunner
-from jaxrl_llm.master.exploring.scheduling import Immediate, Rounds, Scheduler
+from jaxrl_llm.master.exploring.scheduling import Immediate, Rounds, Scheduler, ScoringRounds
 from jaxrl_llm.master.exploring.selection import Experience, sampled_tokens
 from jaxrl_llm.master.exploring.started import StartedGroup, StartedGroups, Waiting
 from jaxrl_llm.master.exploring.verifying import Asking, ModelProcessor
@@ -54,6 +56,7 @@ from jaxrl_llm.master.exploring.waves import Waves
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import AWAITED, Issue, State
+from jaxrl_llm.rewards.api import Verdict, drops_group
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
@@ -109,6 +112,12 @@ class Explorer:
         runner.scorers,
         store,
         newest=lambda: self._config.first_step + self._gate.last_batch,
+      )
+    self._rounds: ScoringRounds | None = None
+    """Scheduler if the trainer's reward model scores samples, otherwise None."""
+    if runner.scorers.by_trainer & {scorer.name for scorer in runner.scorers.config.scorers}:
+      self._scheduler = self._rounds = ScoringRounds(
+        self._groups, groups_per_batch=config.groups_per_batch
       )
     spare = 0
     if config.partial is not None:
@@ -277,9 +286,68 @@ class Explorer:
       NothingToLearn: more than `max_dropped_groups` groups were dropped.
       Exception: the engine or a scorer failed; its error is raised here.
     """
+    await self._wait_until(lambda: self._next_batch() is not None)
+    return self._take_batch(self._next_batch())
+
+  async def unscored(self) -> list[Experience]:
+    """Waits until the trainer's reward model must score samples, and returns them, in order of uid.
+    Returns an empty list if the batch is complete, or if no sample needs the reward model. Raises
+    the exceptions of `collect`.
+
+    Until `proceed` is called, no group starts.
+    """
+    rounds = self._rounds
+    if rounds is None:
+      return []
+    await self._wait_until(lambda: rounds.is_due or self._next_batch() is not None)
+    if not rounds.is_due:
+      return []
+    rounds.begin_round()
+    members = [member for group in self._groups.unscored for member in group.unscored]
+    return sorted(members, key=lambda member: member.sample.uid)
+
+  async def score(self, verdicts: Mapping[str, Verdict]) -> bool:
+    """Finishes the groups that `unscored` returned. Returns whether the batch needs more groups,
+    because some of these were dropped.
+
+    Args:
+      verdicts: verdicts of the trainer's reward model, keyed by uid.
+
+    Raises:
+      NothingToLearn: more than `max_dropped_groups` groups were dropped, or the batch needs more
+        than `max_rounds` further rounds of rollouts.
+    """
+    scorers = self._runner.scorers
+    for group in self._groups.unscored:
+      members = judge_by_trainer(group.unscored, verdicts, scorers, scorers.config)
+      processed = await self._process(members)
+      group.unscored, group.scored = None, time.monotonic()
+      self._finish(
+        group, members, functools.partial(store_samples, self._writer, members), processed
+      )
+    if self._next_batch() is not None:
+      return False
+    if self._rounds.rounds > self._config.max_rounds:
+      raise NothingToLearn(
+        f'stage {self._config.stage}: {self._counts["dropped/groups"]} groups were dropped in '
+        f'{self._rounds.rounds} rounds of rollouts for one batch, reward_model.max_rounds permits '
+        f'{self._config.max_rounds} after the first; relax the processors or the selection, or '
+        'raise max_rounds'
+      )
+    return True
+
+  def proceed(self) -> None:
+    """Lets groups start again after `unscored`, once the engine serves again."""
+    self._rounds.end_round()
+    self._progress.set()
+
+  async def _wait_until(self, condition: Callable[[], bool]) -> None:
+    """Waits until the condition holds, within the time limit of a batch. The condition is checked
+    whenever a group has made progress. Raises the exceptions of `collect`.
+    """
     ready = asyncio.ensure_future(
       bounded(
-        self._batch_ready(),
+        self._until(condition),
         name='collect',
         owner='the loop',
         waits_for=(
@@ -297,7 +365,6 @@ class Explorer:
       await (ready if ready.done() else self._running)
     finally:
       ready.cancel()  # This has no effect if `ready` is done.
-    return self._take_batch(self._next_batch())
 
   def _take_batch(self, numbers: Sequence[int]) -> tuple[list[Experience], dict[str, int]]:
     """Takes the groups of a complete batch. Returns what `collect` returns."""
@@ -404,8 +471,8 @@ class Explorer:
     batch = self._writer.step - config.first_step
     return POLICIES[config.batch_policy](self._groups.candidates, batch, config.groups_per_batch)
 
-  async def _batch_ready(self) -> None:
-    while self._next_batch() is None:
+  async def _until(self, condition: Callable[[], bool]) -> None:
+    while not condition():
       self._progress.clear()
       await self._progress.wait()  # The wait 'collect' is bounded by the caller.
 
@@ -627,7 +694,9 @@ class Explorer:
       try:
         spans = await self._spans(group)
         judged = await self._runner.run(group.name, group.task, group.visit, spans, placed=placed)
-        processed = await self._process(judged.members)
+        processed = None
+        if not self._needs_trainer(judged.members):  # Otherwise, rewards are not complete yet.
+          processed = await self._process(judged.members)
       except GroupCut as cut:
         self._park(group, cut.spans)
         return
@@ -684,7 +753,20 @@ class Explorer:
     if self._awaiting is not None and (waiting := self._awaiting.wait_of(members)) is not None:
       self._await_rewards(group, waiting)
       return
+    if self._needs_trainer(members):
+      group.unscored = members
+      self._progress.set()
+      return
     self._finish(group, members, lambda: store_samples(self._writer, members), processed)
+
+  def _needs_trainer(self, members: Sequence[Experience]) -> bool:
+    """Returns whether a group waits for the trainer's reward model. A group that will be dropped in
+    any case does not.
+    """
+    scorers = self._runner.scorers
+    if self._rounds is None or not scorers.is_scored_by_trainer(members[0].task):
+      return False
+    return not drops_group((score for m in members for score in m.scores), scorers.config)
 
   def _finish(
     self,

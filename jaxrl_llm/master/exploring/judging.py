@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.core.records.score import worth
+from jaxrl_llm.core.records.score import Score, worth
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.rewards.api import (
   ENVIRONMENT,
   Attempt,
   RewardsConfig,
+  Verdict,
   combine,
   drops_group,
   in_force,
@@ -74,22 +75,50 @@ async def judge_group(
 ) -> list[Experience]:
   """Scores the attempts at a task with the scorers that judge whole groups. Returns the attempts,
   ordered by sample index, with all their scores and their final rewards.
-
-  If a scorer failed and is configured to drop the group, the reward of every member is None.
   """
   members = sorted(members, key=lambda member: member.sample.sample_index)
   attempts = [attempt_of(member) for member in members]
   scores = await scorers.score_group(attempts, [member.scores for member in members])
-  rewarded = [
+  return rewarded(members, scores, rewards)
+
+
+def judge_by_trainer(
+  members: Sequence[Experience],
+  verdicts: Mapping[str, Verdict],
+  scorers: ScorerPool,
+  rewards: RewardsConfig,
+) -> list[Experience]:
+  """Adds the scores of the trainer's reward model to a group, as `judge_group` does for those of
+  group scorers.
+
+  Args:
+    members: members of the group, with their other scores.
+    verdicts: verdicts of the reward model, keyed by uid.
+  """
+  order = {config.name: place for place, config in enumerate(rewards.scorers)}
+  scores = [
+    (*m.scores, *scorers.trainer_scores(attempt_of(m), verdicts[m.sample.uid])) for m in members
+  ]
+  scores = [tuple(sorted(of, key=lambda score: order[score.scorer])) for of in scores]
+  return rewarded(members, scores, rewards)
+
+
+def rewarded(
+  members: Sequence[Experience], scores: Sequence[tuple[Score, ...]], rewards: RewardsConfig
+) -> list[Experience]:
+  """Returns the members of a group with these scores and the rewards that follow from them. If a
+  scorer failed and is configured to drop the group, the reward of every member is None.
+  """
+  with_scores = [
     dataclasses.replace(m, scores=s, reward=combine(s, rewards))
     for m, s in zip(members, scores, strict=True)
   ]
   if drops_group((score for of in scores for score in of), rewards):
     return [
       dataclasses.replace(m, reward=dataclasses.replace(m.reward, value=None, correct=None))
-      for m in rewarded
+      for m in with_scores
     ]
-  return rewarded
+  return with_scores
 
 
 async def judged(

@@ -69,6 +69,39 @@ class Immediate:
     pass
 
 
+class ScoringRounds(Immediate):
+  """Scheduler for batches that the trainer's reward model scores.
+
+  A round begins once every group of the batch is generated. While it lasts, no group starts,
+  because the engine may not be on the devices. If groups are dropped by their scores, others start
+  after the round, and another round follows.
+  """
+
+  def __init__(self, groups: StartedGroups, *, groups_per_batch: int):
+    self._groups, self._groups_per_batch, self._held = groups, groups_per_batch, False
+    self.rounds = 0
+    """Number of rounds of this batch that have begun."""
+
+  @property
+  def is_due(self) -> bool:
+    """Whether groups wait for the reward model, and all groups of the batch are generated."""
+    waiting = len(self._groups.unscored)
+    return waiting > 0 and waiting + len(self._groups.finished) >= self._groups_per_batch
+
+  def begin_round(self) -> None:
+    self._held = True
+    self.rounds += 1
+
+  def end_round(self) -> None:
+    self._held = False
+
+  def begin_batch(self) -> None:
+    self._held, self.rounds = False, 0
+
+  def next(self, admitted: int) -> Turn:
+    return Turn([], 0 if self._held else admitted)
+
+
 class Rounds(Immediate):
   """Scheduler that continues parked groups of earlier batches, oldest first, and then starts new
   groups. If no more groups may start, and every group of this batch has finished or used up its

@@ -73,6 +73,8 @@ class StartedGroup:
   batch, or waits for delayed rewards.
   """
 
+  unscored: list[Experience] | None = None
+  """The group's samples if they wait for the trainer's reward model, otherwise None."""
   partial_tokens: int = 0
   """Number of tokens in the spans that are stored for the group's next continuation."""
 
@@ -98,10 +100,10 @@ class StartedGroup:
 
   @property
   def stored(self) -> list[Experience]:
-    """Stored samples that may be trained on: those selected, or those that wait for rewards."""
+    """Generated samples that may be trained on: those selected, or those that wait for rewards."""
     if self.is_awaiting:
       return self.waiting.members
-    return self.chosen or []
+    return self.unscored or self.chosen or []
 
   @property
   def is_finished(self) -> bool:
@@ -146,6 +148,12 @@ class StartedGroups:
   @property
   def finished(self) -> list[StartedGroup]:
     return [group for group in self._groups.values() if group.is_finished]
+
+  @property
+  def unscored(self) -> list[StartedGroup]:
+    """Groups that wait for the trainer's reward model, in order of their first start."""
+    groups = [group for group in self._groups.values() if group.unscored is not None]
+    return sorted(groups, key=lambda group: group.number)
 
   @property
   def parked(self) -> list[int]:

@@ -19,23 +19,26 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.core.process_clock import ProcessClock
 from jaxrl_llm.core.records.score import Score, Status
+from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.rewards.api import (
   AnyScorer,
   Attempt,
   Awaited,
   AwaitedGroup,
+  ByTrainer,
   Delayed,
   OverrunIsZero,
   PerGroup,
   RewardsConfig,
   ScorerConfig,
+  Verdict,
   drops_group,
   in_force,
 )
 from jaxrl_llm.rewards.pool.awaited import AwaitedScorer
 from jaxrl_llm.rewards.pool.discovered import Discovered
 from jaxrl_llm.rewards.pool.live import Live, LiveFile, Partly
-from jaxrl_llm.rewards.pool.outcome import CallOutcome
+from jaxrl_llm.rewards.pool.outcome import CallOutcome, checked
 from jaxrl_llm.rewards.pool.processes import Workers
 
 
@@ -53,6 +56,7 @@ class ScorerPool:
       `<scorer>/dropped_groups` counts the groups that were dropped for this reason. `unscorable`
       counts all values of None, and `breaks` counts the restarts of all workers.
     delayed: scorers whose verdicts arrive later, keyed by name. The pool does not call them.
+    by_trainer: names of the scorers that the trainer computes. The pool does not call them.
   """
 
   def __init__(
@@ -83,10 +87,12 @@ class ScorerPool:
     """Results of `_in_force`, keyed by domain, taskset and `per_group`."""
     self._scorers = {s.name: scorers[s.name] for s in config.scorers}
     self.delayed = {name: s for name, s in self._scorers.items() if isinstance(s, Delayed)}
+    self.by_trainer = {name for name, s in self._scorers.items() if isinstance(s, ByTrainer)}
     waits = {name: s for name, s in self._scorers.items() if isinstance(s, Awaited | AwaitedGroup)}
+    elsewhere = {*waits, *self.delayed, *self.by_trainer}
     self._awaited = {name: AwaitedScorer(name, s) for name, s in waits.items()}
     self._workers = Workers(
-      {name: s for name, s in self._scorers.items() if name not in {**waits, **self.delayed}},
+      {name: s for name, s in self._scorers.items() if name not in elsewhere},
       count=config.workers,
       counts=self.counts,
       memory_limit_bytes=config.memory_limit_mib << 20,
@@ -228,6 +234,35 @@ class ScorerPool:
       self.counts[f'{name}/dropped_groups'] += 1
     return list(scores)
 
+  def is_scored_by_trainer(self, task: Task) -> bool:
+    """Returns whether a scorer that the trainer computes applies to the task."""
+    chosen = in_force(self.config.scorers, task.domain, task.taskset)
+    return any(config.name in self.by_trainer for config in chosen)
+
+  def trainer_scores(self, attempt: Attempt, verdict: Verdict) -> tuple[Score, ...]:
+    """Converts the verdict of the trainer's reward model on an attempt to one Score for each
+    scorer that the trainer computes and that applies to the task. A verdict without a value, or
+    with one that is not finite, counts as a failure of the scorer.
+    """
+    if verdict.value is None:
+      outcome = CallOutcome(status=Status.ERROR, evidence=verdict.evidence)
+    else:
+      try:
+        outcome = CallOutcome(verdicts=checked((verdict,), 1))
+      except ValueError as error:
+        outcome = CallOutcome(status=Status.ERROR, evidence={'error': str(error)})
+    scores: list[Score] = []
+    for config in in_force(self.config.scorers, attempt.task.domain, attempt.task.taskset):
+      if config.name not in self.by_trainer:
+        continue
+      self._count(config, outcome)
+      if outcome.status == Status.OK:
+        scores += self._scored(config, (attempt,), outcome)
+      else:
+        self._log_failure(config, (attempt,), outcome, 1, last=True)
+        scores += self._failed(config, (attempt,), outcome, 1, blamed=False)
+    return tuple(scores)
+
   def take_metrics(self) -> dict[str, float]:
     """Returns metrics: the numbers of failures since the last call of this method.
 
@@ -248,6 +283,7 @@ class ScorerPool:
         config
         for config in in_force(self.config.scorers, attempt.task.domain, attempt.task.taskset)
         if config.name not in self.delayed
+        and config.name not in self.by_trainer
         and isinstance(self._scorers[config.name], PerGroup | AwaitedGroup) == per_group
       ]
     return self._chosen[key]
@@ -271,6 +307,12 @@ class ScorerPool:
         return self._failed(config, attempts, outcome, calls, blamed=blamed)
       self.counts[f'{config.name}/retried'] += 1
       calls += 1
+    return self._scored(config, attempts, outcome)
+
+  def _scored(
+    self, config: ScorerConfig, attempts: tuple[Attempt, ...], outcome: CallOutcome
+  ) -> tuple[Score, ...]:
+    """Returns the scores of attempts whose call succeeded."""
     self.counts['unscorable'] += sum(verdict.value is None for verdict in outcome.verdicts)
     return tuple(
       Score(uid=attempt.uid, scorer=config.name, time=outcome.seconds, **vars(verdict))
@@ -284,9 +326,12 @@ class ScorerPool:
       outcome = await self._awaited[config.name].call(attempts, scores, config.deadline_s)
     else:
       outcome = await self._workers.call(config, attempts, scores)
+    self._count(config, outcome)
+    return outcome
+
+  def _count(self, config: ScorerConfig, outcome: CallOutcome) -> None:
     self.counts[outcome.status.value] += 1
     self.counts[f'{config.name}/{outcome.status.value}'] += 1
-    return outcome
 
   def _failed(
     self,

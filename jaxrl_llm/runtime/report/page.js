@@ -41,7 +41,7 @@ function aligned(series) {
 }
 
 function timePerPhase() {
-  const order = ['gen', 'reward', 'old_log_prob', 'ref', 'values', 'adv', 'update_critic', 'update_actor', 'update_weights', 'save_checkpoint', 'testing'];
+  const order = ['gen', 'reward', 'reward_model', 'old_log_prob', 'ref', 'values', 'adv', 'update_critic', 'update_actor', 'update_weights', 'save_checkpoint', 'testing'];
   const place = (key) => { const i = order.indexOf(key.slice(9)); return i < 0 ? order.length : i; };
   const keys = matching(/^timing_s\/(?!(step|annotate|train)$)/).sort((a, b) => place(a) - place(b));
   const series = aligned(lines(keys).map((line) => ({ ...line, name: nameOf(line.key).replace(/^Time of /, '') })));

@@ -1,0 +1,143 @@
+"""Loads reward models: the one of the trainer (`reward_model`), and those that are served."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from jaxrl_llm.app.composition.initial_weights import model_directory
+from jaxrl_llm.app.schema import Config, RewardModelConfig
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.learner.loading import read_params
+from jaxrl_llm.master.reward_model import RewardRole, ScoringPass
+from jaxrl_llm.models.api import Model, build_model
+from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.parallel.mesh import data_parallel_ranks
+from jaxrl_llm.tasks.tokenizer import Tokenizer
+from jaxrl_llm.weights.hf import read_spec
+
+_END_BYTES = 1 << 20
+"""Number of bytes at the end of each of a model's files that the model's fingerprint covers."""
+_FINGERPRINTED = ('config.json', 'tokenizer*', 'chat_template*', '*.safetensors')
+"""Patterns of the files that the fingerprint covers."""
+_SEQUENCES_PER_RANK = 64
+"""Number of sequences per data-parallel rank in a forward pass, if it is not configured."""
+
+
+class RewardModelFiles(NamedTuple):
+  """Directory of a reward model, and the model's spec."""
+
+  directory: pathlib.Path
+  spec: ModelSpec
+
+  def tokenizer(self) -> Tokenizer:
+    """Reads the tokenizer. Raises UserError if it does not fit the model."""
+    tokenizer = Tokenizer.from_directory(self.directory)
+    tokenizer.check_fits(self.spec.vocab_size, f'the model in {self.directory}')
+    return tokenizer
+
+  def model(self, dtype: str, mesh: Mesh) -> Model:
+    """Builds the model, with weights and activations of type `dtype`."""
+    return build_model(self.spec, ModelOptions(dtype=dtype, param_dtype=dtype), mesh)
+
+  def fingerprint(self) -> str:
+    """Returns a digest of the model's configuration and tokenizer, and of the end of each weight
+    file.
+    """
+    digest = hashlib.sha256()
+    found = {file for pattern in _FINGERPRINTED for file in self.directory.glob(pattern)}
+    for file in sorted(found):
+      with file.open('rb') as opened:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(max(0, size - _END_BYTES))
+        digest.update(f'{file.name} {size}\n'.encode() + opened.read())
+    return digest.hexdigest()[:16]
+
+
+def find_reward_model(source: str, where: str) -> RewardModelFiles:
+  """Finds a reward model: a directory, a hub id, or a run that trained it.
+
+  Args:
+    where: flag or field that names the source, for error messages.
+
+  Raises:
+    UserError: there is no model, or it is not a reward model.
+  """
+  directory = model_directory(source)
+  spec = read_spec(directory)
+  if spec.head != 'scalar':
+    raise UserError(
+      f'{where}={source}: a model with head {spec.head!r}; wanted a reward model '
+      '(…ForSequenceClassification with one label), as jaxrl train '
+      '--config=configs/reward_model.py exports it'
+    )
+  return RewardModelFiles(directory, spec)
+
+
+class TrainerRewardModel(NamedTuple):
+  """The reward model of the trainer, without its parameters."""
+
+  files: RewardModelFiles
+  model: Model
+  scoring: ScoringPass
+  fingerprint: str
+  """Fingerprint of the model's files. Commits contain it, but not the model."""
+
+  def role(self, *, leads: bool) -> RewardRole:
+    """Returns the role in a process of the trainer. Process 0 alone `leads`, and tokenizes."""
+    return RewardRole(self.scoring, self.files.tokenizer() if leads else None)
+
+  def read(self, mesh: Mesh) -> Params:
+    """Reads the parameters onto the mesh.
+
+    Raises:
+      UserError: the files have changed since the run was started.
+    """
+    if (found := self.files.fingerprint()) != self.fingerprint:
+      raise UserError(_changed(self.files.directory, found, self.fingerprint))
+    return read_params(self.model, mesh, self.files.directory, self.files.spec)
+
+  def check(self, committed: Mapping[str, Any]) -> None:
+    """Raises UserError if a commit was made with another reward model."""
+    wanted = committed.get('reward_model')
+    if wanted is not None and wanted != self.fingerprint:
+      raise UserError(_changed(self.files.directory, self.fingerprint, wanted))
+
+
+def _changed(directory: pathlib.Path, found: str, wanted: str) -> str:
+  return (
+    f'reward_model.init_from: the model in {directory} is no longer the one that the run began '
+    f'with (fingerprint {found}, wanted {wanted}); restore it, or start another run'
+  )
+
+
+def build_reward_model(config: Config, mesh: Mesh) -> TrainerRewardModel | None:
+  """Builds the trainer's reward model; None if the run has none.
+
+  Raises:
+    UserError: there is no model, it is not a reward model, or it cannot be read.
+  """
+  chosen = config.reward_model
+  if chosen is None:
+    return None
+  files = find_reward_model(chosen.init_from, 'reward_model.init_from')
+  model = files.model(chosen.dtype, mesh)
+  scoring = ScoringPass(
+    model,
+    mesh,
+    max_length=min(_max_length(chosen, config), files.spec.max_position_embeddings),
+    sequences=chosen.sequences_per_pass or _SEQUENCES_PER_RANK * data_parallel_ranks(mesh),
+  )
+  return TrainerRewardModel(files, model, scoring, files.fingerprint())
+
+
+def _max_length(chosen: RewardModelConfig, config: Config) -> int:
+  if chosen.max_length is not None:
+    return chosen.max_length
+  return config.rollout.max_length + config.rollout.max_length // 4 + 8
