@@ -45,6 +45,10 @@ Outputs = TokenLogprobs | TokenValues | SequenceScores
 """
 Constants = Mapping[str, Any]
 """Scalars that the loss reads, keyed by name. They are constant within a batch."""
+AT_REFERENCE = 'at_reference'
+"""Name of the scalar that an update of the policy receives if the learner keeps a reference: 1 if
+the policy before the update equals the reference, otherwise 0.
+"""
 Terms = dict[str, Term]
 Stats = dict[str, Stat]
 Loss = Callable[[Any, Chunks, Constants], tuple[Terms, Stats]]
@@ -156,6 +160,16 @@ class Algorithm(NamedTuple):
   no_effect: tuple[str, ...] = ()
   """Messages about options that are set but have no effect. They are logged when a stage is built.
   """
+
+  @property
+  def keeps_reference(self) -> bool:
+    """Whether the learner keeps a copy of the reference's parameters."""
+    return 'reference' in self.reads and self.reference.every != 1
+
+  @property
+  def update_constants(self) -> frozenset[str]:
+    """Names of the constants that an update of the policy receives."""
+    return self.constants | ({AT_REFERENCE} if self.keeps_reference else frozenset())
 
 
 def plain(rows: Sequence[Row], **more: Any) -> Annotation:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.core.types import Params
-from jaxrl_llm.learner.algorithm import Constants, Loss
+from jaxrl_llm.learner.algorithm import AT_REFERENCE, Constants, Loss
 from jaxrl_llm.learner.forward import chunk_outputs, micro_batch
 from jaxrl_llm.learner.optimizer import OptimizerConfig, apply_update, clipped, learning_rate
 from jaxrl_llm.learner.state import TrainState, trained_shardings
@@ -73,7 +73,9 @@ def gradients(
     params: trainable parameters; gradients are taken with respect to them.
     batch: arrays `[micro_batches, chunks, ...]`. The micro-batches from index `used` on are empty:
       their loss_mask is False everywhere.
-    constants: constants that the loss reads, from the annotation of the batch.
+    constants: constants that the loss reads, from the annotation of the batch. If `AT_REFERENCE` is
+      among them and not 0, the reference's logprobs are those of this forward pass too, instead of
+      those in `batch`, so that the KL divergence is exactly 0.
     on_policy: fields of `batch` that must equal the logprobs of the policy before this update. The
       forward pass of this update computes these logprobs, so the fields are filled with them, as
       constants, without an extra pass.
@@ -88,7 +90,11 @@ def gradients(
 
   def loss_fn(params, chunks):
     outputs = outputs_of(params, chunks)
-    chunks = chunks.replace(**{name: jax.lax.stop_gradient(outputs[0]) for name in on_policy})
+    before = jax.lax.stop_gradient(outputs[0])
+    chunks = chunks.replace(**dict.fromkeys(on_policy, before))
+    if AT_REFERENCE in constants:
+      reference = jnp.where(constants[AT_REFERENCE] != 0, before, chunks.reference_logprobs)
+      chunks = chunks.replace(reference_logprobs=reference)
     terms, stats = loss(outputs, chunks, constants)
     total = sum(t.weight * t.numerator / denominators[name] for name, t in terms.items())
     # Each term is also a metric, whose numerator and denominator are summed over the step.

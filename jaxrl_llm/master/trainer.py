@@ -23,7 +23,14 @@ from jaxrl_llm.batching.plan import Shape, StepPlan, units_of
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.data.load import PackedStep, RowLoader, unpack
-from jaxrl_llm.learner.algorithm import Algorithm, Annotation, Closed, Constants, Loss
+from jaxrl_llm.learner.algorithm import (
+  AT_REFERENCE,
+  Algorithm,
+  Annotation,
+  Closed,
+  Constants,
+  Loss,
+)
 from jaxrl_llm.learner.forward import Score, Value, build_score, build_value
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.learner.state import Learned, TrainState, copy_params, renewed
@@ -352,8 +359,9 @@ class StageTrainer:
         metrics = merge(metrics, _report_metrics(report))
       outputs = packed.chunks.proximal_logprobs
       if trains:
+        scalars = constants | self._at_reference(learned, batch, packed)
         policy, report = await self._apply(
-          self._policy, policy, batch.plan, packed, constants, learned.base
+          self._policy, policy, batch.plan, packed, scalars, learned.base
         )
         metrics = merge(metrics, _report_metrics(report))
         moved |= not (report.skipped or report.empty)
@@ -369,6 +377,19 @@ class StageTrainer:
       metrics |= await self._measured(learned, batch.plan, constants)
     learned = await self._device.run(self._refreshed, learned, batch.plan.step + 1)
     return learned, Updated(metrics, logprobs, moved, frozenset(late))
+
+  def _at_reference(
+    self, learned: Learned, batch: Batch, packed: PackedStep
+  ) -> dict[str, np.float32]:
+    """Returns the scalar `AT_REFERENCE` of an optimizer step. The dictionary is empty if the
+    learner keeps no reference.
+    """
+    if not self._stage.algorithm.keeps_reference:
+      return {}
+    step, rule = batch.plan.step, self._stage.algorithm.reference
+    # A moving average equals the policy only when the stage begins.
+    is_reference = step == (learned.reference_step if rule.ema is None else self._stage.start)
+    return _scalars({AT_REFERENCE: is_reference and packed is batch.steps[0]})
 
   async def _apply(
     self,
@@ -434,13 +455,16 @@ class StageTrainer:
 
     chunks, used = like(batch.steps[0].chunks), batch.steps[0].used
     constants = _scalars(batch.annotation.constants)
+    scalars = constants | self._at_reference(learned, batch, batch.steps[0])
 
-    def lowering(update: Update, state: TrainState, base: Params | None):
+    def lowering(
+      update: Update, state: TrainState, constants: Constants, base: Params | None = None
+    ):
       return lambda: update.lower(state, chunks, used, constants, base)
 
-    yield 'update', lowering(self._policy.update, like(learned.policy), like(learned.base))
+    yield 'update', lowering(self._policy.update, like(learned.policy), scalars, like(learned.base))
     if learned.critic is not None:
-      yield 'critic update', lowering(self._critic.update, like(learned.critic), None)
+      yield 'critic update', lowering(self._critic.update, like(learned.critic), constants)
 
   async def _measured(
     self, learned: Learned, plan: StepPlan, constants: Constants

@@ -5,7 +5,7 @@ without running them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,14 +57,14 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   tokens = shape.total_chunks * shape.chunk_len
   pairs = causal_pairs([shape.chunk_len] * shape.total_chunks)
   arrays = batch_shapes(shape, mesh), jax.ShapeDtypeStruct((), np.int32)
-  constants = {name: jax.ShapeDtypeStruct((), np.float32) for name in algorithm.constants}
 
   def update(
-    of: Model, loss: Loss, by: Optimization, updates: int
+    of: Model, loss: Loss, by: Optimization, updates: int, constants: Iterable[str]
   ) -> Callable[[], jax.stages.Lowered]:
+    scalars = {name: jax.ShapeDtypeStruct((), np.float32) for name in constants}
     state = abstract_state(of, by.optimizer, mesh, offload=by.config.offload)
     built = build_update(of, loss, *by, mesh, state, updates=updates, token_chunk=stage.token_chunk)
-    return lambda: built.lower(state, *arrays, constants, abstract_base(of, mesh))
+    return lambda: built.lower(state, *arrays, scalars, abstract_base(of, mesh))
 
   def score(built: Any, of: Model, state: TrainState) -> Callable[[], jax.stages.Lowered]:
     return lambda: built.lower(lora.join(state.params, abstract_base(of, mesh)), *arrays)
@@ -72,7 +72,9 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   def flops(of, backward):
     return model_flops(of.spec, tokens, pairs=pairs, backward=backward)
 
-  policy_update = update(model, algorithm.loss, stage.policy, stage.updates)
+  policy_update = update(
+    model, algorithm.loss, stage.policy, stage.updates, algorithm.update_constants
+  )
   yield Program('update', policy_update, flops(model, True))
   if algorithm.reads & {'proximal', 'reference'}:
     built = build_score(model, mesh, token_chunk=stage.token_chunk)
@@ -82,7 +84,9 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
       flops(model, False),
     )
   if algorithm.critic_loss is not None:
-    critic_update = update(critic, algorithm.critic_loss, stage.critic, stage.critic_updates)
+    critic_update = update(
+      critic, algorithm.critic_loss, stage.critic, stage.critic_updates, algorithm.constants
+    )
     yield Program('critic update', critic_update, flops(critic, True))
     built = value_pass(stage, critic, mesh)
     yield Program(
