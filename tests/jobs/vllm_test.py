@@ -97,6 +97,23 @@ def test_logprobs_are_those_of_our_own_forward_at_every_version_and_temperature(
   asyncio.run(main())
 
 
+def test_prompts_beyond_what_a_server_computes_at_once_are_sampled(pair, params, tmp_path):
+  """12 prompts of 300 tokens, where vLLM computes at most 2,048 at a time."""
+
+  async def main():
+    async with serving.attached(TIED, pair[:1], tmp_path) as fleet:
+      await fleet.load(weights(TIED, 1, Version(0, 0)))
+      requests = [request(20 + i, length=300, max_tokens=4) for i in range(12)]
+      for asked, (completion,) in zip(
+        requests, await asyncio.gather(*(ask(fleet, asked) for asked in requests)), strict=True
+      ):
+        tokens = [*asked.prompt, *completion.tokens]
+        wanted = forward(TIED, params[1], tokens)[len(asked.prompt) :]
+        np.testing.assert_allclose(completion.logprobs, wanted, atol=5e-5, rtol=1e-5)
+
+  asyncio.run(main())
+
+
 def test_a_forgotten_cache_is_not_read_by_the_next_version(pair, params, tmp_path):
   """Greedy tokens after a publish are those of the new weights, for a prompt whose blocks the old
   ones had cached.
