@@ -445,8 +445,8 @@ def server_commands(
   if not (model / 'tokenizer.json').exists():
     args['skip_tokenizer_init'] = True
   if on_cpu:
-    # vLLM 0.32 rewinds the generator of a seeded request whose prompt it splits, which PyTorch's CPU
-    # generator does not support, and the server then ends.
+    # vLLM 0.32 rewinds the generator of a seeded request whose prompt it splits. PyTorch's CPU
+    # generator does not support that, and the server ends.
     args |= {'enforce_eager': True, 'enable_chunked_prefill': False}
   if adapter_rank:
     args |= {'enable_lora': True, 'max_lora_rank': lora_rank(adapter_rank), 'max_loras': 2}
