@@ -20,7 +20,8 @@ _NAMES = (
   ),
   (
     'jaxrl_llm.app.sources',
-    'Demonstrations Examples ExpertsConfig Pairs PastConfig Recorded Rollouts Stored',
+    'Demonstrations Examples ExpertsConfig FollowConfig Followed Pairs PastConfig Recorded '
+    'Rollouts Stored',
   ),
   ('jaxrl_llm.core.net.front', 'FrontConfig'),
   ('jaxrl_llm.core.net.registry', 'RegistryConfig'),

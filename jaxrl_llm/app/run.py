@@ -249,7 +249,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     base=base,
     reward_model=reward_model and reward_model.fingerprint,
   )
-  parts = build_parts(setup, start, resources)
+  parts = build_parts(setup, start, resources, ready.prepared if ready else None)
   state = await loop.enter(parts.phases, Phase.START, state)
   has_work = state.step < stages[-1].end or not state.evaluated
   async with _opened(resources, setup.process, start=has_work):

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from jaxrl_llm.app.sources import Demonstrations as Demonstrations
 from jaxrl_llm.app.sources import Examples as Examples
 from jaxrl_llm.app.sources import ExpertsConfig as ExpertsConfig
+from jaxrl_llm.app.sources import Followed, Recorded, Rollouts, Source, Stored
 from jaxrl_llm.app.sources import Pairs as Pairs
 from jaxrl_llm.app.sources import PastConfig as PastConfig
-from jaxrl_llm.app.sources import Recorded, Rollouts, Source, Stored
 from jaxrl_llm.config.moved import moved
 from jaxrl_llm.config.own import named_pair
 from jaxrl_llm.config.values import check_at_least, from_json
@@ -195,7 +195,7 @@ class StageConfig:
   algorithm: AlgorithmConfig
   source: Source
   """Source of the batches: rollouts, demonstrations, examples, preference pairs, another run's
-  groups, or stored rollouts selected by reward.
+  groups, stored rollouts selected by reward, or rollouts of a run that explores for this one.
   """
   steps: int
   """Number of steps, each of which trains on one batch."""
@@ -228,6 +228,11 @@ class StageConfig:
     return isinstance(self.source, Stored) and self.source.run is None
 
   @property
+  def has_static_rows(self) -> bool:
+    """Whether the stage's rows are known before the run begins."""
+    return not (self.explores or self.waits_for_rows or isinstance(self.source, Followed))
+
+  @property
   def trains(self) -> bool:
     """Whether the stage updates the policy."""
     return not (isinstance(self.source, Rollouts) and self.source.rollout_only)
@@ -238,7 +243,7 @@ class StageConfig:
     if not isinstance(self.source, Source):
       raise UserError(
         f'{where}source: got {self.source!r:.100}, wanted Rollouts, Demonstrations, Examples, '
-        'Pairs, Recorded or Stored'
+        'Pairs, Recorded, Stored or Followed'
       )
     self.source.check(f'{where}source.')
     if self.init_from and self.keep_optimizer:
@@ -458,6 +463,7 @@ class Config:
       if isinstance(stage.source, Rollouts):
         stage.source.limits.check(self.rollout.collect_deadline_s, f'stages.{stage.name}.source.')
     self._check_origins()
+    self._check_other_runs()
     self._check_rewards()
     self._check_reward_model()
     named = {
@@ -560,6 +566,32 @@ class Config:
           f'{where}: {list(stage.init_from)}, and adapters have no mean that is an adapter, too; '
           'name one, or remove policy.lora'
         )
+
+  def _check_other_runs(self) -> None:
+    """Raises UserError if this run cannot follow another run, or be followed, as configured."""
+    follows = [
+      stage.name
+      for stage in self.stages
+      if isinstance(stage.source, Rollouts) and stage.source.follow is not None
+    ]
+    followed = [stage.name for stage in self.stages if isinstance(stage.source, Followed)]
+    for names, what in ((follows, 'source.follow'), (followed, 'the source Followed')):
+      if len(names) > 1:
+        raise UserError(f'stages: {names} have {what}; wanted at most one, or separate runs')
+    if follows and followed:
+      raise UserError(
+        f'stages: {follows[0]} has source.follow and {followed[0]} the source Followed; put them '
+        'in separate runs'
+      )
+    if follows and self.policy.lora is not None:
+      raise UserError(
+        f'stages.{follows[0]}.source.follow: the versions have adapters merged; remove policy.lora'
+      )
+    if (follows or followed) and self.phases is not None:
+      raise UserError(
+        f'phases: cannot be combined with {"source.follow" if follows else "Followed"} of '
+        f'stages.{(follows or followed)[0]}; remove phases'
+      )
 
   def _check_own_rollouts(self, stage: StageConfig, earlier: Sequence[StageConfig]) -> None:
     """Raises UserError if a stage cannot learn from the rollouts of the stages that it names."""
@@ -697,7 +729,7 @@ class Config:
     """
     source = stage.source
     experts = source.expert_rows if isinstance(source, Rollouts) else 0
-    steps = self.rollout.max_steps if isinstance(source, Rollouts | Recorded) else 1
+    steps = self.rollout.max_steps if isinstance(source, Rollouts | Recorded | Followed) else 1
     return (source.sequences - experts) * steps, experts
 
   def check_sampling(self) -> None:

@@ -66,6 +66,28 @@ class PastConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FollowConfig:
+  """Weights of another run, whose stage has the source `Followed`. This run explores with them,
+  and that run trains on the rollouts.
+  """
+
+  run: str
+  """Directory of the other run, which is only read. It need not exist yet."""
+  batches_per_version: int | None = None
+  """Maximum number of batches that are explored with one version of the weights. The run then
+  waits for the next version. If None, it never waits for one after the first.
+  """
+  deadline_s: float = 3600.0
+  """Maximum time in seconds to wait for a version."""
+
+  def check(self, where: str) -> None:
+    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
+    check_at_least(where, self, batches_per_version=1)
+    if not self.deadline_s > 0:
+      raise UserError(f'{where}deadline_s: {self.deadline_s}, wanted more than 0 seconds')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollouts:
   """Source of a stage's batches: groups of the policy's own rollouts."""
 
@@ -124,6 +146,10 @@ class Rollouts:
   """Whether rollouts are generated, scored, processed and stored, but not trained on. Later stages
   start with a new optimizer and critic.
   """
+  follow: FollowConfig | None = None
+  """Run whose weights generate the rollouts, and which trains on them. Only with `rollout_only`. If
+  None, the rollouts are generated with the weights of this run.
+  """
 
   @property
   def unit(self) -> int:
@@ -171,6 +197,8 @@ class Rollouts:
         f'{where}selection: {self.selection.kind!r} cannot be combined with experts; wanted all or '
         'mixed'
       )
+    if self.follow is not None:
+      self._check_follow(where, self.follow)
     if self.rollout_only and (self.past is not None or self.experts is not None):
       raise UserError(
         f'{where}rollout_only: trains on nothing, so that earlier groups and experts are of no '
@@ -204,6 +232,18 @@ class Rollouts:
         f'{where}publish_every: {self.publish_every} > bound + 1 = {self.bound + 1}: the last '
         f'batch before a publication would train on rollouts of weights {age} updates old; raise '
         f'bound to {age}, or publish more often'
+      )
+
+  def _check_follow(self, where: str, follow: FollowConfig) -> None:
+    follow.check(f'{where}follow.')
+    if not self.rollout_only:
+      raise UserError(
+        f'{where}follow: another run trains the weights; set rollout_only, or remove follow'
+      )
+    if self.selection.kind not in ('all', 'mixed'):
+      raise UserError(
+        f'{where}selection: {self.selection.kind!r} cannot be combined with follow, which shares '
+        "whole groups; wanted 'all' or 'mixed'"
       )
 
 
@@ -357,4 +397,49 @@ class Stored:
       )
 
 
-Source = Rollouts | Demonstrations | Examples | Pairs | Recorded | Stored
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Followed:
+  """Source of a stage's batches: rollouts that another run generates with exported weights of this
+  one, while this run trains on them. In the other run, a stage with the source `Rollouts` has
+  `rollout_only`, and `follow` names this run.
+  """
+
+  run: str
+  """Directory of the other run, which is only read. It need not exist yet."""
+  tasksets: tuple[str, ...]
+  """Names of configured tasksets; rollouts of other tasks are left out."""
+  groups_per_batch: int = 16
+  """Number of groups (one task each) per batch."""
+  group_size: int = 8
+  """Maximum number of samples in a group."""
+  bound: int = 1
+  """Maximum staleness: number of updates between the weights that generated a rollout and the
+  weights that are trained on it. Older groups expire.
+  """
+  export_every: int = 1
+  """Number of updates between two exports of the weights to `versions/` in the run directory."""
+  keep_versions: int = 3
+  """Number of exported versions that are kept."""
+  unit: ClassVar[int] = 1
+  """Number of sequences that belong together and are never divided between minibatches."""
+
+  @property
+  def sequences(self) -> int:
+    """Maximum number of sequences in a batch."""
+    return self.groups_per_batch * self.group_size
+
+  def check(self, where: str) -> None:
+    """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
+    _check_tasksets(where, self.tasksets)
+    check_at_least(
+      where, self, groups_per_batch=1, group_size=1, bound=0, export_every=1, keep_versions=2
+    )
+    if self.export_every > self.bound + 1:
+      raise UserError(
+        f'{where}export_every: {self.export_every} > bound + 1 = {self.bound + 1}: the last batch '
+        f'before an export would train on rollouts of weights {self.export_every - 1} updates old; '
+        f'raise bound to {self.export_every - 1}, or export more often'
+      )
+
+
+Source = Rollouts | Demonstrations | Examples | Pairs | Recorded | Stored | Followed

@@ -78,6 +78,26 @@ PUBLISHED, EXPORTED = ('policy', 'base'), ('policy', 'base', 'critic')
 exported.
 """
 
+
+@runtime_checkable
+class Versions(Protocol):
+  """Exchanges versions of the weights with another run. Every process must make each call."""
+
+  async def export(self, stage: Stage, state: LoopState) -> None:
+    """Exports the policy of `state` for the run that explores for this one, if an export is due
+    after this step of the stage. The first call exports always.
+    """
+    ...
+
+  async def follow(self, stage: Stage, state: LoopState) -> LoopState:
+    """Returns the state with the newest weights of the run that trains on this one's rollouts.
+
+    Waits for such weights if there are none, or if too many batches were explored with the last
+    ones. If a signal ends the wait, the returned state has its number in `stop`.
+    """
+    ...
+
+
 EnterStage = Callable[[Stage, LoopState], Awaitable[tuple[StageTrainer, LoopState]]]
 """Function that enters a stage. Returns the trainer of the stage, and the loop state. If the stage
 has not begun, the returned state is prepared for it.
@@ -100,6 +120,8 @@ class Parts:
   phases: Phases = RESIDENT
   reward_model: RewardRole | None = None
   """Reward model that scores the rollouts of batches; None if the trainer has none."""
+  versions: Versions | None = None
+  """None if the run neither follows another run nor exports weights to one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +163,10 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
   with process.stopwatch.timed('enter'):
     state = await enter(parts.phases, Phase.STAGE, state)
     trainer, state = await parts.enter_stage(stage, state)
-    state = await parts.keeper.start(state, stage)
+    if stage.follows:
+      state = await parts.versions.follow(stage, state)
+    if not state.stop:
+      state = await parts.keeper.start(state, stage)
   async with contextlib.AsyncExitStack() as stack:
     if batches is not None:
       with process.stopwatch.timed('enter'):
@@ -155,8 +180,15 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
             if stop := await _stop_of(parts):
               state = dataclasses.replace(state, stop=stop)
               break
+            if stage.follows:
+              state = await parts.versions.follow(stage, state)
+              if state.stop:
+                break
             with process.stopwatch.timed('update_weights'):
               state = await serve(parts.publisher, parts.phases, state)
+          elif stage.export_every is not None:
+            with process.stopwatch.timed('update_weights'):
+              await parts.versions.export(stage, state)
           state, plan = await _close(parts, stage, state, batches)
         if plan.stop:
           state = dataclasses.replace(state, stop=plan.stop)

@@ -27,6 +27,8 @@ from jaxrl_llm.master.mismatch import (
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, spread
 
+_OWN_PREFIXES = ('partial/', 'explore/', 'perf/')
+"""Prefixes of a plan's counters that are metrics under their own name."""
 _CONTEXT_CHARACTERS = 20_000
 """Maximum number of characters of a prompt or observation in a rollout row. The middle of a longer
 one is left out.
@@ -93,7 +95,7 @@ def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Me
     unscorable = len(ends) - len(scores) + plan.counts.get('dropped/unscorable', 0)
     metrics['num_unscorable'] = Sum(unscorable)
     for name, count in plan.counts.items():
-      metrics[name if name.startswith('partial/') else f'run/{name}'] = Sum(count)
+      metrics[name if name.startswith(_OWN_PREFIXES) else f'run/{name}'] = Sum(count)
     if 'partial/cut' in plan.counts:
       metrics |= _partial_metrics(rows, samples)
   return metrics

@@ -76,6 +76,12 @@ class Stage:
   """Whether the stage's batches are rollouts of another run."""
   trains: bool = True
   """Whether the stage trains on its batches. If False, they are only stored."""
+  follows: bool = False
+  """Whether the stage explores with exported weights of another run."""
+  export_every: int | None = None
+  """Number of batches between exports of the weights to the run that explores for this one; None if
+  there is no such run.
+  """
   publish_every: int = 1
   """Number of batches between publications of the policy to the engine."""
   held_out: str | None = None

@@ -171,6 +171,27 @@ METRICS: dict[str, str] = {
     'without accepted drafts, and at most 1 + speculation.tokens.'
   ),
   # Metrics of partial rollouts.
+  'explore/version': (
+    "Step of the trainer's version with which the rollouts were generated (`follow`), the newest "
+    'of the batch.'
+  ),
+  'explore/open': 'Groups copied from the run that explores, which wait for a batch (`Followed`).',
+  'explore/expired': (
+    'Groups of that run that became older than the bound. Many: it explores faster than this run '
+    'trains; set batches_per_version there.'
+  ),
+  'explore/voided': (
+    'Copied groups that were dropped, because that run was killed and had not committed them.'
+  ),
+  'explore/voided_trained': 'Groups that were already trained on when that happened.',
+  'explore/left_out': (
+    'Groups of that run that were not copied: of other tasks, too long, shared again after a '
+    'restart, or of weights that this run did not train again after a kill.'
+  ),
+  'perf/unread_batches': (
+    'Batches that the run that explores has shared and this run has not read. Above 0, the trainer '
+    'is the slower one.'
+  ),
   'partial/cut': (
     'Groups whose budget was spent while the batch was collected, so that a later batch continues '
     'them. Absent without rollout.partial.'

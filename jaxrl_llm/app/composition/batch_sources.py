@@ -15,8 +15,9 @@ from jaxrl_llm.app.composition.static_rows import (
   static_file,
 )
 from jaxrl_llm.app.composition.stored_rows import write_own
+from jaxrl_llm.app.composition.version_exchange import FollowedVersions
 from jaxrl_llm.app.schema import StageConfig
-from jaxrl_llm.app.sources import PastConfig, Recorded, Rollouts
+from jaxrl_llm.app.sources import Followed, PastConfig, Recorded, Rollouts
 from jaxrl_llm.data.streams import RowStream, all_rows
 from jaxrl_llm.master.batches import (
   Batches,
@@ -29,12 +30,16 @@ from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.explorer import Explorer
 from jaxrl_llm.master.exploring.past import Past
 from jaxrl_llm.master.exploring.runner import GroupRunner
+from jaxrl_llm.master.following import FollowedBatches, FollowedConfig
 from jaxrl_llm.master.recorded import RecordedBatches, RecordedGroups
+from jaxrl_llm.master.sharing import SharingBatches
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.replay.shared import SharedBatches, vocabulary_digest
 from jaxrl_llm.rollout.workflow import completion_text
 from jaxrl_llm.runtime import history
 from jaxrl_llm.tasks.sampler import TaskSampler
+from jaxrl_llm.weights.versions import VERSIONS, exported_digest
 
 
 def build_batches(
@@ -56,6 +61,8 @@ def build_batches(
   if isinstance(source, Recorded):
     groups = recorded_groups(workdir, stage_config, prepared)
     return RecordedBatches(groups, count=source.groups_per_batch, seed=seed, events=events)
+  if isinstance(source, Followed):
+    return _followed(setup, prepared, stage, source, store)
   if not isinstance(source, Rollouts):
     open_stream = functools.partial(
       RowStream,
@@ -100,10 +107,48 @@ def build_batches(
     store=store,
     events=events,
   )
+  if source.follow is not None:
+    return SharingBatches(
+      explorer,
+      store=store,
+      version_of=FollowedVersions(store.directory).of,
+      committed=lambda: max(setup.checkpoints.steps(), default=0),
+    )
   if source.experts is None:
     return RolloutBatches(explorer, trains=stage.trains)
   stream = RowStream(workdir, demonstrations_file(stage.name), rows=source.expert_rows, seed=seed)
   return MixedBatches(explorer, StreamBatches(stream, events=events))
+
+
+def _followed(
+  setup: Setup, prepared: Prepared, stage: Stage, source: Followed, store: ReplayStore
+) -> FollowedBatches:
+  config, tokenizer = setup.config, prepared.tokenizer
+  followed = FollowedConfig(
+    stage=stage.name,
+    where=f'stages.{stage.name}.source',
+    groups_per_batch=source.groups_per_batch,
+    group_size=source.group_size,
+    bound=source.bound,
+    longest=config.rollout.max_length,
+    max_steps=config.rollout.max_steps,
+    vocab_size=prepared.spec.vocab_size,
+    vocabulary=vocabulary_digest(tokenizer.vocabulary),
+    deadline_s=config.rollout.collect_deadline_s,
+  )
+  run = pathlib.Path(source.run).expanduser()
+  return FollowedBatches(
+    followed,
+    SharedBatches(run / 'replay'),
+    store=store,
+    tasks={task.uid: task for name in source.tasksets for task in prepared.tasksets[name].tasks},
+    render=lambda task: tokenizer.render_prompt(task.prompt),
+    text=lambda sample: completion_text(
+      tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
+    ),
+    exported=functools.partial(exported_digest, setup.workdir / VERSIONS),
+    events=setup.process.events,
+  )
 
 
 def forget_later_rows(setup: Setup, step: int) -> None:

@@ -8,6 +8,7 @@ import functools
 import jax
 from jax.sharding import Mesh
 
+from jaxrl_llm.app.composition.prepare import Prepared
 from jaxrl_llm.app.composition.resources import Resources
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.sharing import check_allocator
@@ -18,6 +19,7 @@ from jaxrl_llm.app.composition.state import (
   origins,
   starting_state,
 )
+from jaxrl_llm.app.composition.version_exchange import VersionExchange
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.data.load import RowLoader
@@ -118,8 +120,22 @@ def build_phases(setup: Setup, engine: Engine | None) -> Phases:
   return MemoryPhases(config, process, engine, setup.workdir, read)
 
 
-def build_parts(setup: Setup, start: Start, resources: Resources | None) -> Parts:
-  """Builds the parts of the main loop. `resources` is None in all processes except process 0."""
+def build_exchange(
+  setup: Setup, start: Start, resources: Resources | None, prepared: Prepared | None
+) -> VersionExchange | None:
+  """Builds the exchange of weights with another run; None if no stage has such a run."""
+  if not any(stage.follows or stage.export_every is not None for stage in setup.stages):
+    return None
+  run = resources.logs.store.name if resources else None
+  return VersionExchange(setup, prepared=prepared, run=run, stop=start.stop)
+
+
+def build_parts(
+  setup: Setup, start: Start, resources: Resources | None, prepared: Prepared | None = None
+) -> Parts:
+  """Builds the parts of the main loop. `resources` and `prepared` are None in all processes except
+  process 0.
+  """
   config = setup.config
   engine, index = resources.engine if resources else None, jax.process_index()
   publisher = build_publisher(setup, engine)
@@ -153,4 +169,5 @@ def build_parts(setup: Setup, start: Start, resources: Resources | None) -> Part
     reward_model=setup.reward_model.role(leads=resources is not None)
     if setup.reward_model is not None
     else None,
+    versions=build_exchange(setup, start, resources, prepared),
   )

@@ -110,7 +110,7 @@ def prepare(
   lengths = {
     stage.name: sample_lengths(workdir, static_file(stage), unit=stage.source.unit)
     for stage in config.stages
-    if not (stage.explores or stage.waits_for_rows)
+    if stage.has_static_rows
   }
   return Prepared(tasksets=tasksets, tokenizer=tokenizer, spec=spec, suites=suites, lengths=lengths)
 

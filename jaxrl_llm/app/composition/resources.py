@@ -30,6 +30,7 @@ from jaxrl_llm.master.exploring.explorer import Explorer
 from jaxrl_llm.master.exploring.runner import GroupRunner
 from jaxrl_llm.master.keeper import Logs
 from jaxrl_llm.replay.index import ReplayStore, open_store
+from jaxrl_llm.replay.shared import Opening, vocabulary_digest, write_opening
 from jaxrl_llm.rewards.pool import live
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Engine
@@ -83,6 +84,7 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
   """
   config, workdir, process = setup.config, setup.workdir, setup.process
   store = open_store(workdir / 'replay', max_uses=config.max_uses, synchronous='normal')
+  _open_shared(setup, prepared, store, committed['step'] if committed else 0)
   recover(store, committed, ends={stage.name: stage.end for stage in setup.stages})
   registry, engine = setup.registry, None
   if config.generates:
@@ -101,6 +103,19 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
     logs=_open_logs(setup, prepared, committed, services),
     heartbeat=services.heartbeat,
   )
+
+
+def _open_shared(setup: Setup, prepared: Prepared, store: ReplayStore, step: int) -> None:
+  """Tells the run that follows this one's batches, if any, from which step this start continues."""
+  for stage in setup.stages:
+    if stage.follows:
+      opening = Opening(
+        store=store.name,
+        attempt=store.attempt,
+        step=max(step, stage.start),
+        vocabulary=vocabulary_digest(prepared.tokenizer.vocabulary),
+      )
+      write_opening(store.directory, opening)
 
 
 class _Services(NamedTuple):

@@ -10,7 +10,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.schema import Config, StageConfig
-from jaxrl_llm.app.sources import Recorded, Rollouts
+from jaxrl_llm.app.sources import Followed, Recorded, Rollouts
 from jaxrl_llm.batching.plan import Shape, plan_shape
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.models.attention import chosen
@@ -100,7 +100,7 @@ def _alike(stage: StageConfig, config: Config) -> int:
   source = stage.source
   if isinstance(source, Rollouts):
     return source.selection.most(source.group_size) * config.rollout.max_steps
-  if isinstance(source, Recorded):
+  if isinstance(source, Recorded | Followed):
     return source.group_size * config.rollout.max_steps
   return 1
 

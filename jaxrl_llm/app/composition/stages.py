@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.app.composition.scorers import DELAYED, build_scorer
 from jaxrl_llm.app.composition.shapes import stage_shape
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, StageConfig
-from jaxrl_llm.app.sources import Examples, Pairs, Recorded, Rollouts
+from jaxrl_llm.app.sources import Examples, Followed, Pairs, Recorded, Rollouts
 from jaxrl_llm.config.own import named_pair
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
@@ -127,7 +127,9 @@ def _stage(
     evaluate_every=stage.evaluate_every,
     explores=stage.explores,
     publish_every=source.publish_every if isinstance(source, Rollouts) else 1,
-    recorded=isinstance(source, Recorded),
+    recorded=isinstance(source, Recorded | Followed),
+    follows=isinstance(source, Rollouts) and source.follow is not None,
+    export_every=source.export_every if isinstance(source, Followed) else None,
     trains=stage.trains,
     held_out=source.held_out if isinstance(source, Examples | Pairs) else None,
   )
@@ -138,7 +140,7 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
   that its name suggests.
   """
   where, name, source = f'stages.{stage.name}', stage.algorithm.name, stage.source
-  pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded)
+  pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded | Followed)
   imitates = isinstance(source, Rollouts) and source.selection.imitates
   expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
   if name in PAIRWISE and not pairs:
@@ -164,7 +166,7 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
   if not groups and name in ALGORITHMS and name not in OFFLINE:
     raise UserError(
       f'{where}.source: {name} learns from rollouts; give it Rollouts '
-      + ('with experts' if name == 'mix' else 'or Recorded')
+      + ('with experts' if name == 'mix' else 'Recorded or Followed')
     )
   if (name == 'mix') != bool(expert_rows) and name in ALGORITHMS:
     raise UserError(

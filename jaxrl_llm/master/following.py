@@ -1,0 +1,543 @@
+"""Batches of rollouts that another run generates and shares while this run trains on them.
+
+The other run is only read (`replay.shared`). The groups that this run admits are copied into its
+own store, in the order in which they were shared, and keep their tokens, logprobs and rewards. The
+versions in their segments become those of this run, from whose exported weights they were
+generated, so that staleness is counted in this run's versions.
+
+Invariants:
+- Which groups a batch contains depends only on the shared batches, their order, and which of them
+  were void when they were read. A killed run therefore repeats its batches and weights bit for bit,
+  unless the other run made groups void meanwhile. Groups of weights that it does not repeat are
+  left out.
+- The position in the shared batches is part of this run's commits.
+- A group that is copied ends trained, expired or dropped. A group that is left out is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from jaxrl_llm.batching.plan import Row, StepPlan, with_prefixes
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.records.sample import Sample, step_uid
+from jaxrl_llm.core.records.task import Task
+from jaxrl_llm.core.types import Json, Version
+from jaxrl_llm.core.waits import bounded
+from jaxrl_llm.master.batches import step_rows, with_digests
+from jaxrl_llm.master.exploring.selection import Experience, experience_rows
+from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.replay.segments import SegmentError
+from jaxrl_llm.replay.shared import (
+  SharedBatch,
+  SharedBatches,
+  SharedGroup,
+  SharedTrajectory,
+  SharedVersion,
+  next_batch,
+)
+from jaxrl_llm.replay.tables import Issue
+from jaxrl_llm.rewards.api import Reward
+from jaxrl_llm.runtime.events import SILENT, Edge, Events
+
+FOLLOWED = 'followed'
+"""Operator of the derived records that hold a copied trajectory's origin and reward."""
+VOIDED = 'voided'
+"""Reason for dropping a copied group that the other run made void before it was trained on."""
+POLL_S = 0.5
+"""Seconds between two looks for new shared batches."""
+_COUNTERS = ('voided', 'voided_trained', 'expired', 'left_out')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FollowedConfig:
+  """What a stage that follows another run needs to know."""
+
+  stage: str
+  where: str
+  """Dotted key of the stage's source, for messages."""
+  groups_per_batch: int
+  group_size: int
+  """Maximum number of trajectories in a group."""
+  bound: int
+  """Maximum staleness in versions of this run."""
+  longest: int
+  """Maximum length of a sequence in tokens."""
+  max_steps: int
+  """Maximum number of steps of a trajectory."""
+  vocab_size: int
+  vocabulary: str
+  """Digest of the tokenizer's vocabulary."""
+  deadline_s: float
+  """Maximum seconds to wait for a batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+  """A copied group that has not been trained on."""
+
+  uids: tuple[tuple[str, ...], ...]
+  """uids of the steps of each trajectory."""
+  attempt: int
+  """Start of the other run that shared the group."""
+  step: int
+  """Step of the shared batch."""
+  key: str
+  version: int
+  """Step of the oldest weights that generated a trained token of the group."""
+  members: tuple[Experience, ...]
+
+  def to_json(self) -> Json:
+    return [[*map(list, self.uids)], self.attempt, self.step, self.key, self.version]
+
+
+class FollowedBatches:
+  """Batches of whole groups, copied from the batches that another run shares."""
+
+  explores = False
+  held_out: tuple[Row, ...] = ()
+
+  def __init__(
+    self,
+    config: FollowedConfig,
+    shared: SharedBatches,
+    *,
+    store: ReplayStore,
+    tasks: Mapping[str, Task],
+    render: Callable[[Task], Sequence[int]],
+    text: Callable[[Sample], str],
+    exported: Callable[[int], str | None],
+    events: Events = SILENT,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+  ):
+    """
+    Args:
+      store: store of this run.
+      tasks: tasks of the stage, keyed by uid.
+      render: returns the tokens of a task's prompt.
+      text: returns a sample's completion.
+      exported: returns the digest of the weights that this run has exported at a step; None if it
+        has exported none, or has undone that step since.
+      sleep: waits between two looks for new batches.
+    """
+    self._config, self._shared, self._store = config, shared, store
+    self._tasks, self._render, self._text = tasks, render, text
+    self._exported, self._events, self._sleep = exported, events, sleep
+    self._writer = store.at(0)
+    self._visits: dict[str, int] | None = None
+    """Number of copied groups of each task, keyed by the task's uid."""
+    self._cursor: tuple[str, int | None, int] = ('', None, 0)
+    """Name of the other run's store, and start and step of its next batch."""
+    self._waiting: list[_Group] = []
+    self._recent: dict[str, tuple[int, int]] = {}
+    """(start, step) of the shared batch of each trained group that the other run may still make
+    void, keyed by the group's key.
+    """
+    self._batch: list[_Group] = []
+    self._counts: collections.Counter[str] = collections.Counter()
+    self._warned = ''
+    self._completed = self._now()
+
+  @contextlib.asynccontextmanager
+  async def running(self) -> AsyncIterator[None]:
+    try:
+      yield
+    finally:
+      self._writer.drop(_uids(self._waiting), 'given up')
+      self._shared.close()
+
+  def advance(self, step: int, served: int) -> None:
+    self._writer = self._store.at(step)
+    if self._visits is None:
+      self._visits = self._store.visits([self._config.stage])
+
+  async def next(self) -> tuple[list[Row], dict[str, int]]:
+    """Returns the next batch: the groups that were shared first, of those that are not too old.
+
+    Raises:
+      WaitExpired: the other run did not share enough groups in time.
+      UserError: the other run does not fit this one.
+    """
+    config = self._config
+    asked = self._events.request(Edge.FETCH, source='followed')
+    self._batch = await bounded(
+      self._collect(),
+      name='collect',
+      owner='the loop',
+      waits_for=(
+        f'{config.groups_per_batch} groups of the run that {config.where}.run names '
+        '(rollout.collect_deadline_s); is it running, and does it follow this run?'
+      ),
+      deadline_s=config.deadline_s,
+    )
+    members = [member for group in self._batch for member in group.members]
+    steps = [step for member in members for step in member.steps]
+    places = await asyncio.to_thread(self._writer.seal, [step.uid for step in steps])
+    rows = [row for member in members for row in step_rows(member, places)]
+    self._events.reply(asked, count=len(rows))
+    counts = {f'explore/{name}': self._counts[name] for name in _COUNTERS}
+    counts['perf/unread_batches'] = await asyncio.to_thread(self._unread)
+    counts['explore/open'] = len(self._waiting) - len(self._batch)
+    return with_digests(with_prefixes(rows, steps), steps), counts
+
+  def taken(self) -> dict[str, Experience]:
+    members = [member for group in self._batch for member in group.members]
+    return {step.uid: member for member in members for step in member.steps}
+
+  def trained(self, plan: StepPlan) -> None:
+    self._writer.trained(_uids(self._batch))
+    self._waiting = self._waiting[len(self._batch) :]
+    self._recent |= {group.key: (group.attempt, group.step) for group in self._batch}
+    self._counts.clear()
+    self._writer = self._store.at(self._writer.step + 1)
+    self._completed = self._now()
+
+  def state(self) -> Any:
+    return self._completed
+
+  def restore(self, state: Any) -> None:
+    """Restores the state from a commit. The store must have been recovered to the same commit."""
+    self._cursor = tuple(state['cursor'])
+    self._recent = {key: tuple(place) for key, place in state['recent'].items()}
+    self._waiting = [self._recall(*group) for group in state['waiting']]
+    self._completed = state
+
+  def _now(self) -> Json:
+    return {
+      'cursor': list(self._cursor),
+      'waiting': [group.to_json() for group in self._waiting],
+      'recent': {key: list(place) for key, place in self._recent.items()},
+    }
+
+  async def _collect(self) -> list[_Group]:
+    while True:
+      new = await asyncio.to_thread(self._follow)
+      if len(self._waiting) >= self._config.groups_per_batch:
+        return self._waiting[: self._config.groups_per_batch]
+      if not new:
+        await self._sleep(POLL_S)
+
+  def _follow(self) -> bool:
+    """Drops groups that became void or too old, and reads the next shared batch if there are too
+    few groups. Returns whether it read one.
+    """
+    try:
+      place = self._next()
+      self._expire()
+      if place is None or len(self._waiting) >= self._config.groups_per_batch:
+        return False
+      if place[1] not in self._shared.steps().get(place[0], ()):
+        return False
+      self._copy(self._read(*place))
+    except (SegmentError, _Unreadable) as error:
+      # The other run may just be restarting, or a file may be restored.
+      if str(error) != self._warned:
+        self._warned = str(error)
+        logging.warning('%s: waiting, because %s', self._config.where, error)
+      return False
+    return True
+
+  def _read(self, attempt: int, step: int) -> SharedBatch:
+    try:
+      return self._shared.read(attempt, step)
+    except UserError as error:
+      raise _Unreadable(str(error)) from None
+
+  def _next(self) -> tuple[int, int] | None:
+    """Returns the next batch as (start, step), and drops the groups that became void."""
+    config, (store, attempt, step) = self._config, self._cursor
+    try:
+      openings = self._shared.openings()
+    except UserError as error:
+      raise _Unreadable(str(error)) from None
+    for opening in openings:
+      if opening.store != (store := store or opening.store):
+        raise UserError(
+          f'{config.where}.run: its store is {opening.store}, and this run has followed {store}; '
+          'restore that run, or branch from a commit with --reset_data'
+        )
+      if opening.vocabulary != config.vocabulary:
+        raise UserError(
+          f'{config.where}.run: had another vocabulary; start both runs from the same checkpoint, '
+          'or use the same tasksets and policy.tokenizer'
+        )
+    place = next_batch(openings, attempt, step)
+    if place is None:
+      return None
+    now_attempt, now_step, voids = place
+    if voids:
+      self._drop_voided(
+        attempt, [(o.attempt, o.step) for o in openings if attempt < o.attempt <= now_attempt]
+      )
+    self._cursor = (store, now_attempt, now_step)
+    return now_attempt, now_step
+
+  def _drop_voided(self, before: int, starts: Sequence[tuple[int, int]]) -> None:
+    """Drops the waiting groups of void batches, and counts the trained ones.
+
+    Args:
+      before: start whose batches were being read.
+      starts: (start, step) of the later starts.
+    """
+
+    def void(attempt: int, step: int) -> bool:
+      return any(later > attempt and begin <= step for later, begin in starts)
+
+    voided = [group for group in self._waiting if void(group.attempt, group.step)]
+    self._waiting = [group for group in self._waiting if not void(group.attempt, group.step)]
+    self._writer.drop(_uids(voided), VOIDED)
+    self._counts['voided'] += len(voided)
+    # Groups of starts before `before` were counted when that start was found.
+    self._counts['voided_trained'] += sum(
+      attempt >= before and void(attempt, step) for attempt, step in self._recent.values()
+    )
+
+  def _expire(self) -> None:
+    """Expires the waiting groups that are too old for this batch and all later ones."""
+    old = [group for group in self._waiting if self._is_old(group.version)]
+    if old:
+      self._waiting = [group for group in self._waiting if not self._is_old(group.version)]
+      self._writer.expire(_uids(old))
+      self._counts['expired'] += len(old)
+
+  def _is_old(self, version: int) -> bool:
+    return self._writer.step - version > self._config.bound
+
+  def _copy(self, batch: SharedBatch) -> None:
+    """Copies the groups of a batch that this run can train on, in one transaction."""
+    # Everything is read before anything changes, so that an unreadable batch can be read again.
+    read = [(group, self._shared.samples(group)) for group in batch.groups if self._wants(group)]
+    self._counts['left_out'] += len(batch.groups) - len(read)
+    copies = []
+    with self._store.transaction():
+      for group, trajectories in read:
+        if (copy := self._own_group(batch, group, trajectories)) is not None:
+          self._admit(batch, group, copy)
+          copies.append(copy)
+    store, attempt, step = self._cursor
+    self._cursor = (store, attempt, step + 1)
+    self._waiting += copies
+    self._recent = {
+      key: (started, at)
+      for key, (started, at) in self._recent.items()
+      if at >= batch.committed or started > batch.attempt
+    }
+
+  def _wants(self, group: SharedGroup) -> bool:
+    """Returns whether the group's task is one of the stage's, and the group was not trained on."""
+    return group.task in self._tasks and group.key not in self._recent
+
+  def _own_group(
+    self, batch: SharedBatch, group: SharedGroup, trajectories: Sequence[Sequence[Sample]]
+  ) -> _Group | None:
+    """Returns a group as one of this run; None if it is left out or too old."""
+    config = self._config
+    if len(group.trajectories) > config.group_size:
+      raise UserError(
+        f'{config.where}.group_size: {config.group_size}, and the run that it follows shares '
+        f'groups of {len(group.trajectories)}; raise it'
+      )
+    self._check(group, trajectories)
+    versions = [self._versions(batch, steps) for steps in trajectories]
+    longest = max(len(step.tokens) for steps in trajectories for step in steps)
+    if longest > config.longest or None in versions:
+      self._counts['left_out'] += 1
+      return None
+    task = self._tasks[group.task]
+    visit = self._visits.get(task.uid, 0)
+    members = tuple(
+      self._own(task, visit, steps, by_attempt, shared)
+      for steps, by_attempt, shared in zip(trajectories, versions, group.trajectories, strict=True)
+    )
+    version = min(_oldest(step) for member in members for step in member.steps)
+    if self._is_old(version):
+      self._counts['expired'] += 1
+      return None
+    self._visits[task.uid] = visit + 1
+    uids = tuple(tuple(step.uid for step in member.steps) for member in members)
+    return _Group(uids, batch.attempt, batch.step, group.key, version, members)
+
+  def _check(self, group: SharedGroup, trajectories: Sequence[Sequence[Sample]]) -> None:
+    """Raises UserError if this run cannot train on the group as it was generated."""
+    config, task = self._config, self._tasks[group.task]
+    what = f'{config.where}.run: group {group.group}'
+    first = trajectories[0][0]
+    if [*self._render(task)] != first.tokens[: first.prompt_len].tolist():
+      raise UserError(
+        f'{what} has another prompt than {task.uid} has here; use the same tokenizer and template '
+        '(policy.init_from, or the same tasksets and policy.tokenizer)'
+      )
+    for steps in trajectories:
+      if len(steps) > config.max_steps:
+        raise UserError(
+          f'{what} has a trajectory of {len(steps)} steps, wanted at most {config.max_steps}; '
+          f'set rollout.max_steps={len(steps)}'
+        )
+      for step in steps:
+        if step.task_id != task.uid:
+          raise UserError(f'{what} has a sample of task {step.task_id}, wanted {task.uid}')
+        if not 0 <= step.tokens.min() <= step.tokens.max() < config.vocab_size:
+          raise UserError(f'{what} has tokens outside of the vocabulary of {config.vocab_size}')
+
+  def _versions(
+    self, batch: SharedBatch, steps: Sequence[Sample]
+  ) -> dict[int, SharedVersion] | None:
+    """Returns the exported versions that generated a trajectory, keyed by the attempt in its
+    segments; None if one of them is unknown, or this run was killed and has since then not trained
+    the same weights again.
+
+    Raises UserError if the other run follows another run than this one.
+    """
+    found = {}
+    for attempt in {segment.version.attempt for step in steps for segment in step.segments}:
+      version = batch.versions.get(str(attempt))
+      if version is None:
+        return None
+      if version.run != self._store.name:
+        raise UserError(
+          f'{self._config.where}.run: follows the weights of another run (store {version.run}, '
+          f'and this one has {self._store.name}); set its source.follow.run to this directory'
+        )
+      if self._exported(version.step) != version.digest:
+        return None
+      found[attempt] = version
+    return found
+
+  def _own(
+    self,
+    task: Task,
+    visit: int,
+    steps: Sequence[Sample],
+    versions: Mapping[int, SharedVersion],
+    shared: SharedTrajectory,
+  ) -> Experience:
+    """Returns a trajectory as one of this run."""
+    group = f'{self._config.stage}/{task.uid}/{visit}'
+    trajectory = f'{group}/{steps[0].sample_index}'
+
+    def own(step: Sample) -> Sample:
+      return dataclasses.replace(
+        step,
+        uid=step_uid(trajectory, step.step_index),
+        group_id=group,
+        trajectory_id=trajectory,
+        visit=visit,
+        segments=tuple(
+          dataclasses.replace(segment, version=_version(versions[segment.version.attempt]))
+          for segment in step.segments
+        ),
+      )
+
+    first, *later = map(own, steps)
+    return Experience(
+      sample=first,
+      later=tuple(later),
+      task=task,
+      completion=self._text((first, *later)[-1]),
+      scores=tuple(score.score(trajectory) for score in shared.scores),
+      reward=_reward(dataclasses.asdict(shared)),
+      masked=shared.masked,
+    )
+
+  def _admit(self, batch: SharedBatch, group: SharedGroup, copy: _Group) -> None:
+    """Records a copied group in the store, in the caller's transaction."""
+    members, writer = copy.members, self._writer
+    samples = [step for member in members for step in member.steps]
+    writer.offer([members[0].task])
+    writer.issue(
+      [
+        Issue(uid=step.uid, group_id=step.group_id, task_id=step.task_id, visit=step.visit)
+        for step in samples
+      ]
+    )
+    writer.append(samples)
+    writer.score([score for member in members for score in member.scores])
+    origin = {'store': batch.store, 'attempt': batch.attempt, 'step': batch.step}
+    rows = [
+      (
+        member.sample.uid,
+        FOLLOWED,
+        {
+          **origin,
+          'group': group.group,
+          **dataclasses.asdict(member.reward),
+          'masked': member.masked,
+        },
+      )
+      for member in members
+    ]
+    writer.derive([*experience_rows(members), *rows])
+    writer.admit([step.uid for step in samples])
+
+  def _recall(self, uids, attempt: int, step: int, key: str, version: int) -> _Group:
+    """Reads a copied group from this run's store.
+
+    Args:
+      uids: uids of the steps of each trajectory. The other arguments are fields of `_Group`.
+    """
+    samples = iter(self._store.read([uid for steps in uids for uid in steps]))
+    firsts = [first for first, *_ in uids]
+    scores, rewards = self._store.scores(firsts), self._store.derived(firsts, FOLLOWED)
+    members = []
+    for steps in uids:
+      first, *later = (next(samples) for _ in steps)
+      if first.task_id not in self._tasks:
+        raise UserError(
+          f'sample {first.uid}: its task {first.task_id} is no longer in a taskset of the stage; '
+          f'restore the source of taskset {first.taskset}'
+        )
+      members.append(
+        Experience(
+          sample=first,
+          later=tuple(later),
+          task=self._tasks[first.task_id],
+          completion=self._text((first, *later)[-1]),
+          scores=tuple(scores[first.uid]),
+          reward=_reward(rewards[first.uid]),
+          masked=rewards[first.uid]['masked'],
+        )
+      )
+    return _Group(tuple(map(tuple, uids)), attempt, step, key, version, tuple(members))
+
+  def _unread(self) -> int:
+    """Returns the number of shared batches that this run has not read."""
+    _, attempt, step = self._cursor
+    return sum(
+      started > attempt or (started == attempt and at >= step)
+      for started, steps in self._shared.steps().items()
+      for at in steps
+    )
+
+
+class _Unreadable(RunError):
+  """A file of the other run that cannot be read now."""
+
+
+def _uids(groups: Sequence[_Group]) -> list[str]:
+  return [uid for group in groups for steps in group.uids for uid in steps]
+
+
+def _version(shared: SharedVersion) -> Version:
+  return Version(shared.attempt, shared.step)
+
+
+def _oldest(sample: Sample) -> int:
+  """Returns the step of the oldest weights that generated a trained token of a sample."""
+  trained = [s for s in sample.segments if sample.loss_mask[s.start : s.end].any()]
+  return min(segment.version.step for segment in trained or sample.segments)
+
+
+def _reward(record: Mapping[str, Any]) -> Reward:
+  return Reward(
+    value=record['value'],
+    parts=dict(record['parts']),
+    correct=record['correct'],
+    turn_values=tuple(record['turn_values']),
+  )

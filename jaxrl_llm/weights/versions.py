@@ -1,0 +1,185 @@
+"""Versions of the weights that a run exports for other runs, which follow them.
+
+Each version is a model directory `<step>-<attempt>` with a manifest that lists its files with sizes
+and digests.
+
+Invariants:
+- A directory gets its final name after all of its files are on disk, so it is complete.
+- The newest version is the one with the largest (attempt, step): a restarted run exports the
+  version of the commit from which it resumes again, under its new attempt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+
+import xxhash
+
+from jaxrl_llm.config.values import from_json, to_json
+from jaxrl_llm.core.disk import sync, write_durably
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import check_regular, parse_json, read_bytes
+from jaxrl_llm.core.types import Version
+
+VERSIONS = 'versions'
+"""Name of the directory of exported versions in a run directory."""
+MANIFEST = 'version.json'
+SCHEMA = 1
+_NAME = re.compile(r'(\d{8,})-(\d{3,})')
+_DIGESTS = 'digests'
+_MAX_BYTES = 64 << 20
+_BLOCK_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileDigest:
+  size: int
+  """Size in bytes."""
+  digest: str
+  """xxh3-128 of the content."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportedVersion:
+  """Manifest of an exported version."""
+
+  schema: int = SCHEMA
+  run: str
+  """Name of the store of the run that exported it."""
+  attempt: int
+  step: int
+  files: Mapping[str, FileDigest]
+  """Files of the directory other than the manifest, keyed by name."""
+
+  @property
+  def version(self) -> Version:
+    return Version(self.attempt, self.step)
+
+  @property
+  def digest(self) -> str:
+    """Digest of the weights. Versions with the same weights have the same digest."""
+    weights = {name: file for name, file in self.files.items() if name.endswith('.safetensors')}
+    text = ' '.join(f'{name} {weights[name].digest}' for name in sorted(weights))
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def begin(folder: pathlib.Path, version: Version) -> pathlib.Path:
+  """Creates a directory into which a version is written. `complete` gives it its final name."""
+  unfinished = folder / f'{_name(version)}.tmp'
+  shutil.rmtree(unfinished, ignore_errors=True)
+  unfinished.mkdir(parents=True)
+  return unfinished
+
+
+def complete(unfinished: pathlib.Path, version: Version, *, run: str, keep: int) -> pathlib.Path:
+  """Writes the manifest, gives the directory its final name and removes all but the `keep` newest
+  versions. Returns the directory.
+  """
+  files = {}
+  for path in sorted(unfinished.iterdir()):
+    sync(path)
+    files[path.name] = FileDigest(size=path.stat().st_size, digest=_digest(path))
+  manifest = ExportedVersion(run=run, attempt=version.attempt, step=version.step, files=files)
+  write_durably(unfinished / MANIFEST, json.dumps(to_json(manifest)))
+  folder, final = unfinished.parent, unfinished.with_suffix('')
+  (folder / _DIGESTS).mkdir(exist_ok=True)
+  write_durably(folder / _DIGESTS / str(version.step), manifest.digest)
+  shutil.rmtree(final, ignore_errors=True)
+  unfinished.rename(final)
+  sync(folder)
+  for path, _ in [*_found(folder)][keep:]:
+    shutil.rmtree(path, ignore_errors=True)
+  return final
+
+
+def withdraw_later(folder: pathlib.Path, step: int) -> None:
+  """Removes the versions later than `step`, and unfinished ones. A run that resumes from a commit
+  at `step` trains these versions again, possibly on other batches.
+  """
+  for path, version in [*_found(folder)]:
+    if version.step > step:
+      shutil.rmtree(path, ignore_errors=True)
+  for unfinished in folder.glob('*.tmp'):
+    shutil.rmtree(unfinished, ignore_errors=True)
+  for file in (folder / _DIGESTS).glob('*'):
+    if not file.name.isdigit() or int(file.name) > step:
+      file.unlink()
+
+
+def exported_digest(folder: pathlib.Path, step: int) -> str | None:
+  """Returns the digest of the version exported at a step, which may have been removed since; None
+  if there was none, or if it was withdrawn.
+  """
+  try:
+    return (folder / _DIGESTS / str(step)).read_text()
+  except FileNotFoundError:
+    return None
+
+
+def newer(folder: pathlib.Path, than: Version | None) -> list[pathlib.Path]:
+  """Returns the directories of the versions newer than a given one, newest first; of all versions
+  if it is None. The folder need not exist.
+  """
+  return [path for path, version in _found(folder) if than is None or version > than]
+
+
+def verified(directory: pathlib.Path) -> ExportedVersion:
+  """Reads the manifest of a version and checks all of its files against it.
+
+  Raises UserError if the manifest is damaged, or if a file is missing, is not a regular file, or
+  has another size or digest.
+  """
+  path = directory / MANIFEST
+  try:
+    value = parse_json(read_bytes(path, _MAX_BYTES).decode())
+  except (OSError, ValueError) as error:
+    raise UserError(f'{path}: cannot be read ({error})') from None
+  manifest = from_json(value, ExportedVersion, str(path))
+  if manifest.schema != SCHEMA or directory.name != _name(manifest.version):
+    raise UserError(
+      f'{path}: is of version {manifest.version} and schema {manifest.schema}, wanted that of '
+      f'{directory.name} and schema {SCHEMA}'
+    )
+  if (there := {file.name for file in directory.iterdir()} - {MANIFEST}) != manifest.files.keys():
+    raise UserError(
+      f'{path}: lists {sorted(manifest.files)}, and the directory has {sorted(there)}'
+    )
+  for name, wanted in manifest.files.items():
+    try:
+      size = check_regular(directory / name)
+      found = FileDigest(size=size, digest=_digest(directory / name))
+    except (OSError, ValueError) as error:
+      raise UserError(f'{directory / name}: cannot be read ({error})') from None
+    if found != wanted:
+      raise UserError(
+        f'{directory / name}: {found.size} bytes of digest {found.digest}, and {MANIFEST} lists '
+        f'{wanted.size} of {wanted.digest}'
+      )
+  return manifest
+
+
+def _name(version: Version) -> str:
+  return f'{version.step:08d}-{version.attempt:03d}'
+
+
+def _found(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, Version]]:
+  """Yields the complete versions with their directories, newest first."""
+  found = []
+  for path in folder.iterdir() if folder.is_dir() else ():
+    if (match := _NAME.fullmatch(path.name)) and path.is_dir() and not path.is_symlink():
+      found.append((Version(int(match[2]), int(match[1])), path))
+  for version, path in sorted(found, reverse=True):
+    yield path, version
+
+
+def _digest(path: pathlib.Path) -> str:
+  hasher = xxhash.xxh3_128()
+  with path.open('rb') as file:
+    while block := file.read(_BLOCK_BYTES):
+      hasher.update(block)
+  return hasher.hexdigest()

@@ -1,0 +1,124 @@
+"""Two runs, of which one explores and the other trains. They share only files."""
+
+import contextlib
+import itertools
+import json
+import shutil
+import signal
+
+import job
+import pytest
+
+from jaxrl_llm.replay.audit import audit
+
+FIRST = 14
+"""Rows of the trainer when its rollouts begin: its demonstrations and two evaluations."""
+
+
+def explorer(trains, **follow):
+  """Flags of a run that explores for the run `trains` until it is stopped."""
+  return (
+    '--config.seed=1',
+    '--config.stages.sft.steps=1',
+    '--config.stages.grpo.steps=200',
+    '--config.stages.grpo.evaluate_every=null',
+    '--config.stages.grpo.source.rollout_only=true',
+    f'--config.stages.grpo.source.follow={json.dumps({"run": str(trains), **follow})}',
+  )
+
+
+def trainer(explores, *, steps, **fields):
+  """Flags of a run that trains on what the run `explores` shares."""
+  source = {'@type': 'Followed', 'tasksets': ['train'], 'groups_per_batch': 6, 'group_size': 4}
+  source |= {'run': str(explores), **fields}
+  return (
+    f'--config.stages.grpo.steps={steps}',
+    f'--config.stages.grpo.source={json.dumps(source)}',
+  )
+
+
+def trained_together(folder, *, steps, kills, bound):
+  """Runs a trainer to its end and an explorer beside it, and kills each of them.
+
+  Args:
+    kills: (run, rows of the trainer when it is killed) of each kill.
+
+  Returns:
+    The two run directories.
+  """
+  explores, trains = folder / 'explores', folder / 'trains'
+  flags = {
+    explores: explorer(trains, batches_per_version=1),
+    trains: trainer(explores, steps=steps, bound=bound),
+  }
+  alive = {}
+  try:
+    alive = {run: job.start(run, *flags[run]) for run in flags}
+    for name, rows in kills:
+      job.wait_for_rows(trains, rows, alive[trains])
+      job.kill(alive[folder / name])
+      for run in flags:
+        assert audit(run / 'replay').ok
+      alive[folder / name] = job.start(folder / name, *flags[folder / name])
+    _, err = alive[trains].communicate(timeout=300)
+    assert alive[trains].returncode == 0, err
+    alive[explores].send_signal(signal.SIGTERM)
+    _, err = alive[explores].communicate(timeout=60)
+    assert alive[explores].returncode == 128 + signal.SIGTERM, err
+  finally:
+    for process in alive.values():
+      with contextlib.suppress(Exception):
+        job.kill(process)
+  return explores, trains
+
+
+def check_accounts(explores, trains, *, steps, bound):
+  explored, trained = audit(explores / 'replay'), audit(trains / 'replay')
+  assert explored.ok, explored.lines
+  assert trained.ok and trained.live == (), trained.lines
+  assert trained.states['trained'] == steps * 6 * 4, trained.lines
+  grpo = job.plans(trains, 'grpo')
+  assert len(grpo) == steps
+  assert all(plan['step'] - row['version_step'] <= bound for plan in grpo for row in plan['rows'])
+  updated = [row for row in job.rows(trains) if 'actor/pg_loss' in row and row['stage'] == 'grpo']
+  assert len(updated) == steps and any(row['critic/advantages/max'] > 0 for row in updated)
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+  """A pair in which each batch is explored with the weights that it updates; the trainer was
+  killed.
+  """
+  kills = [('trains', FIRST + 4)]
+  return trained_together(tmp_path_factory.mktemp('decoupled'), steps=6, kills=kills, bound=0)
+
+
+@pytest.mark.full
+def test_one_run_trains_on_what_another_explores(runs):
+  check_accounts(*runs, steps=6, bound=0)
+  explored = [row for row in job.rows(runs[0]) if 'explore/version' in row]
+  assert {row['explore/version'] for row in explored} >= set(range(12, 18))
+
+
+@pytest.mark.full
+def test_the_trainer_repeats_its_batches_and_weights_bit_for_bit(runs, tmp_path):
+  """From an earlier commit, with the same shared batches: as if it had been killed there."""
+  explores, trains = runs
+  again = job.copy(trains, tmp_path / 'trains')
+  for step in job.commits(again)[1:]:
+    shutil.rmtree(again / 'checkpoints' / str(step))
+  flags = trainer(explores, steps=6, bound=0)
+  job.train(again, *flags)
+  job.assert_equal_runs(again, trains)
+
+
+@pytest.mark.acceptance
+def test_each_of_the_two_runs_is_killed_three_times(tmp_path, record_property):
+  rows = itertools.count(FIRST + 2, 2)
+  kills = [(name, next(rows)) for _ in range(3) for name in ('explores', 'trains')]
+  explores, trains = trained_together(tmp_path, steps=24, kills=kills, bound=2)
+  check_accounts(explores, trains, steps=24, bound=2)
+  updated = [row for row in job.rows(trains) if 'explore/voided' in row]
+  lag = [row['staleness/mean'] for row in updated]
+  assert max(row['staleness/max'] for row in updated) <= 2
+  record_property('mean staleness', sum(lag) / len(lag))
