@@ -10,6 +10,8 @@ from jaxrl_llm.app.schema import StageConfig as StageConfig
 from jaxrl_llm.app.sources import Demonstrations as Demonstrations
 from jaxrl_llm.app.sources import Examples as Examples
 from jaxrl_llm.app.sources import ExpertsConfig as ExpertsConfig
+from jaxrl_llm.app.sources import FollowConfig as FollowConfig
+from jaxrl_llm.app.sources import Followed as Followed
 from jaxrl_llm.app.sources import Pairs as Pairs
 from jaxrl_llm.app.sources import PastConfig as PastConfig
 from jaxrl_llm.app.sources import Recorded as Recorded

@@ -36,18 +36,26 @@ class SharingBatches(RolloutBatches):
     *,
     store: ReplayStore,
     version_of: Callable[[int], SharedVersion | None],
+    taken_versions: Callable[[], int],
     committed: Callable[[], int],
   ):
     """
     Args:
       version_of: returns the exported version from which the weights of an attempt were taken; None
         if it is not known, as for rollouts of the run from which this one branched.
+      taken_versions: returns the number of exported versions that this process has taken.
       committed: returns the step of the newest commit.
     """
     super().__init__(explorer, trains=False)
     self._store, self._version_of, self._committed = store, version_of, committed
+    self._taken_versions = taken_versions
     self._step = 0
     self._unshared: UnsharedBatch | None = None
+
+  @property
+  def clock_decisions(self) -> int:
+    """Number of decisions that a clock has made: which version was the newest at a publication."""
+    return self._taken_versions()
 
   def advance(self, step: int, served: int) -> None:
     super().advance(step, served)

@@ -256,11 +256,15 @@ class SharedBatches:
         raise SegmentError(
           f'shared group {group.group}: segment {row.segment!r} is outside of {self._directory}'
         )
-    payloads = iter(self._reader.read_bytes([(row.segment, row.row) for row in rows]))
-    return [
-      [self._decoded(row, next(payloads)) for row in trajectory.rows]
-      for trajectory in group.trajectories
-    ]
+    try:
+      payloads = iter(self._reader.read_bytes([(row.segment, row.row) for row in rows]))
+      return [
+        [self._decoded(row, next(payloads)) for row in trajectory.rows]
+        for trajectory in group.trajectories
+      ]
+    except SegmentError:
+      self._reader.close()  # The file may be replaced before the next call.
+      raise
 
   def close(self) -> None:
     self._reader.close()

@@ -11,7 +11,8 @@ import pytest
 
 from jaxrl_llm.replay.audit import audit
 
-FIRST = 14
+SFT = 2
+FIRST = SFT + 2
 """Rows of the trainer when its rollouts begin: its demonstrations and two evaluations."""
 
 
@@ -32,7 +33,9 @@ def trainer(explores, *, steps, **fields):
   source = {'@type': 'Followed', 'tasksets': ['train'], 'groups_per_batch': 6, 'group_size': 4}
   source |= {'run': str(explores), **fields}
   return (
+    f'--config.stages.sft.steps={SFT}',
     f'--config.stages.grpo.steps={steps}',
+    '--config.stages.grpo.evaluate_every=null',
     f'--config.stages.grpo.source={json.dumps(source)}',
   )
 
@@ -90,14 +93,14 @@ def runs(tmp_path_factory):
   killed.
   """
   kills = [('trains', FIRST + 4)]
-  return trained_together(tmp_path_factory.mktemp('decoupled'), steps=6, kills=kills, bound=0)
+  return trained_together(tmp_path_factory.mktemp('decoupled'), steps=5, kills=kills, bound=0)
 
 
 @pytest.mark.full
 def test_one_run_trains_on_what_another_explores(runs):
-  check_accounts(*runs, steps=6, bound=0)
+  check_accounts(*runs, steps=5, bound=0)
   explored = [row for row in job.rows(runs[0]) if 'explore/version' in row]
-  assert {row['explore/version'] for row in explored} >= set(range(12, 18))
+  assert {row['explore/version'] for row in explored} >= set(range(SFT, SFT + 5))
 
 
 @pytest.mark.full
@@ -107,9 +110,12 @@ def test_the_trainer_repeats_its_batches_and_weights_bit_for_bit(runs, tmp_path)
   again = job.copy(trains, tmp_path / 'trains')
   for step in job.commits(again)[1:]:
     shutil.rmtree(again / 'checkpoints' / str(step))
-  flags = trainer(explores, steps=6, bound=0)
+  flags = trainer(explores, steps=5, bound=0)
   job.train(again, *flags)
   job.assert_equal_runs(again, trains)
+  done = job.call('launch/replay.py', f'--workdir={trains}', '--step=6')
+  last = done.stdout.strip().splitlines()[-1]
+  assert last.startswith('step 6 (grpo)') and ': equal' in last
 
 
 @pytest.mark.acceptance

@@ -108,10 +108,12 @@ def build_batches(
     events=events,
   )
   if source.follow is not None:
+    versions = FollowedVersions(store.directory)
     return SharingBatches(
       explorer,
       store=store,
-      version_of=FollowedVersions(store.directory).of,
+      version_of=versions.of,
+      taken_versions=versions.taken,
       committed=lambda: max(setup.checkpoints.steps(), default=0),
     )
   if source.experts is None:

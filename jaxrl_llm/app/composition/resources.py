@@ -29,6 +29,7 @@ from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.explorer import Explorer
 from jaxrl_llm.master.exploring.runner import GroupRunner
 from jaxrl_llm.master.keeper import Logs
+from jaxrl_llm.master.sharing import SharingBatches
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.replay.shared import Opening, vocabulary_digest, write_opening
 from jaxrl_llm.rewards.pool import live
@@ -161,6 +162,7 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
   if committed and committed['batches'] is not None and committed['stage'] in batches:
     batches[committed['stage']].restore(committed['batches'])
   explorers = [source.explorer for source in batches.values() if isinstance(source, RolloutBatches)]
+  sharing = [source for source in batches.values() if isinstance(source, SharingBatches)]
   return Logs(
     metrics=metrics,
     rollouts=rollouts,
@@ -179,7 +181,7 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
     ),
     suites=prepared.suites,
     decode=functools.partial(prepared.tokenizer.decode, skip_special=False),
-    machine_metrics=_machine_metrics(workdir, explorers, services),
+    machine_metrics=_machine_metrics(workdir, explorers, sharing, services),
     writers=open_writers(config.logging, workdir, name=config.name),
     transcript_tokens=config.logging.transcript_tokens,
     mismatch=config.rollout.mismatch,
@@ -189,7 +191,10 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
 
 
 def _machine_metrics(
-  workdir: pathlib.Path, explorers: Sequence[Explorer], services: _Services
+  workdir: pathlib.Path,
+  explorers: Sequence[Explorer],
+  sharing: Sequence[SharingBatches],
+  services: _Services,
 ) -> Callable[[], dict[str, float]]:
   """Returns a function that returns metrics of process 0 and its services since the previous
   call.
@@ -210,7 +215,8 @@ def _machine_metrics(
       **tokens,
       **resources(workdir),
       'run/clock_decisions': scorers.counts['timeout']
-      + sum(explorer.clock_decisions for explorer in explorers),
+      + sum(explorer.clock_decisions for explorer in explorers)
+      + sum(source.clock_decisions for source in sharing),
       **scorers.take_metrics(),
       **seconds_metrics('scorers', [scorers.clock]),
       **of_engine,

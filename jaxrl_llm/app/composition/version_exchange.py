@@ -51,6 +51,7 @@ class FollowedVersions:
     """
     self._folder = store / SHARED
     self._known: dict[int, SharedVersion | None] = {}
+    self._before = self._count()
 
   def record(self, attempt: int, version: SharedVersion) -> None:
     """Records that the weights of an attempt are those of an exported version."""
@@ -67,6 +68,13 @@ class FollowedVersions:
         else None
       )
     return self._known[attempt]
+
+  def taken(self) -> int:
+    """Returns the number of versions recorded since this object was created."""
+    return self._count() - self._before
+
+  def _count(self) -> int:
+    return sum(1 for _ in self._folder.glob('version-*.json'))
 
   def _file(self, attempt: int) -> pathlib.Path:
     return self._folder / f'version-{attempt:06d}.json'

@@ -28,7 +28,7 @@ from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
 from jaxrl_llm.app.dry_run.compiled import Compilation, compile_program
 from jaxrl_llm.app.dry_run.programs import Program
 from jaxrl_llm.app.schema import StageConfig
-from jaxrl_llm.app.sources import Rollouts
+from jaxrl_llm.app.sources import Followed, Rollouts
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.learner.algorithm import Constants
 from jaxrl_llm.master.batches import Planner
@@ -154,6 +154,10 @@ class StageTrials:
         # The stage's rows come from earlier stages after all of their batches, but the doctor runs
         # only a few.
         yield ok(f'batches of {stage.name}', 'not tried: its rows come from earlier stages')
+        complete = False
+        continue
+      if isinstance(config.source, Followed):
+        yield ok(f'batches of {stage.name}', 'not tried: another run explores for it')
         complete = False
         continue
       trial = StageTrial(stage=stage, first=complete)

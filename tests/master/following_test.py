@@ -1,0 +1,286 @@
+"""Batches that another run shares: copied as they are, counted in this run's versions, dropped when
+they become void, and alike after a kill.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+
+import job
+import logs
+import pytest
+import sharing
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.waits import WaitExpired
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.index import open_store
+
+
+@pytest.fixture
+def store_name(tmp_path):
+  """Name of the follower's store, which the other run records with each version."""
+  with contextlib.closing(open_store(tmp_path / 'own', synchronous='normal')) as store:
+    return store.name
+
+
+def run(work):
+  return asyncio.run(asyncio.wait_for(work, 60))
+
+
+def check(directory):
+  report = audit(directory)
+  assert report.ok, report.lines
+  return report
+
+
+def groups_of(plan):
+  return [*dict.fromkeys(row.group for row in plan.rows)]
+
+
+def test_copies_are_what_was_sampled_and_count_this_runs_versions(tokenizer, tmp_path, store_name):
+  async def work():
+    _, shared = await sharing.explore(tokenizer, tmp_path / 'other', [0, 1, 1], run=store_name)
+    before = job.files(tmp_path / 'other')
+    own = sharing.Follower(tokenizer, tmp_path / 'own', tmp_path / 'other')
+    async with own.batches.running():
+      plans = await own.train(3)
+    own.store.close()
+    assert job.files(tmp_path / 'other') == before, 'the other run is only read'
+    return shared, own, plans
+
+  shared, own, plans = run(work())
+  assert [len(plan.rows) for plan in plans] == [4, 4, 4]
+  for theirs, ours, plan in zip(shared, own.taken, plans, strict=True):
+    for given, copy in zip(theirs.values(), ours.values(), strict=True):
+      for field in ('tokens', 'role', 'loss_mask', 'sampled', 'behaviour_logprobs'):
+        assert (getattr(given.sample, field) == getattr(copy.sample, field)).all()
+      assert copy.reward == given.reward and copy.completion == given.completion
+      assert [dataclasses.replace(s, uid='') for s in copy.scores] == [
+        dataclasses.replace(s, uid='') for s in given.scores
+      ]
+      assert copy.sample.temperature == given.sample.temperature
+      assert copy.sample.uid.startswith('learn/') and copy.sample.uid != given.sample.uid
+    assert {row.reward for row in plan.rows} == {0.0, 1.0}
+  # The first versions of the other run's groups are older, since its bound is one.
+  assert {row.version_step for plan in plans for row in plan.rows} <= {0, 1}
+  assert check(tmp_path / 'own').states['trained'] == 12
+
+
+@pytest.mark.parametrize('step', [1, 2, 3])
+def test_a_killed_run_takes_the_same_groups_again(tokenizer, tmp_path, store_name, step):
+  """Batches of three groups, while two are shared at a time: some wait when the run is killed."""
+  fields = {'groups_per_batch': 3, 'bound': 9}
+
+  async def work():
+    await sharing.explore(tokenizer, tmp_path / 'other', [0] * 6, run=store_name)
+    own = sharing.Follower(tokenizer, tmp_path / 'own', tmp_path / 'other', **fields)
+    whole = await own.train(4)  # Killed: nothing is dropped.
+    own.store.close()
+    again = sharing.Follower(
+      tokenizer,
+      tmp_path / 'own',
+      tmp_path / 'other',
+      start=step,
+      state=own.states[step],
+      **fields,
+    )
+    async with again.batches.running():
+      repeated = await again.train(4 - step)
+    again.store.close()
+    return whole, repeated, own, again
+
+  whole, repeated, own, again = run(work())
+
+  def content(plan):
+    return [dataclasses.replace(row, source='', index=0) for row in plan.rows]
+
+  assert [content(plan) for plan in repeated] == [content(plan) for plan in whole[step:]]
+  assert again.states[4] == own.states[4]
+  for before, after in zip(own.taken[step:], again.taken, strict=True):
+    assert [m.reward for m in before.values()] == [m.reward for m in after.values()]
+    assert [m.scores for m in before.values()] == [m.scores for m in after.values()]
+  report = check(tmp_path / 'own')
+  assert report.states['trained'] == 4 * 3 * 2 and report.live == ()
+
+
+def test_what_the_other_run_makes_void_is_dropped_and_counted(tokenizer, tmp_path, store_name):
+  """The other run shares batches 0 to 3, and is killed with a commit after batch 1. Of its six
+  groups up to batch 2, five are trained on then; one waits.
+  """
+
+  async def work():
+    states, _ = await sharing.explore(tokenizer, tmp_path / 'other', [0] * 4, run=store_name)
+    own = sharing.Follower(
+      tokenizer, tmp_path / 'own', tmp_path / 'other', groups_per_batch=5, bound=9
+    )
+    async with own.batches.running():
+      await own.train(1)
+      await sharing.explore(
+        tokenizer, tmp_path / 'other', [1] * 5, run=store_name, start=1, state=states[1]
+      )
+      await own.train(1)
+    own.store.close()
+    return own
+
+  own = run(work())
+  first, second = own.counts
+  assert first['explore/voided'] == 0
+  assert second['explore/voided'] == 1 and second['explore/voided_trained'] == 3
+  report = check(tmp_path / 'own')
+  assert report.reasons['dropped(voided)'] == 2
+  assert report.states['trained'] == 2 * 5 * 2
+  # Groups that were stored before that commit are shared again as they were, and not trained on
+  # twice. Groups that were generated again are of newer weights.
+  trained = [
+    (m.task.uid, m.sample.sample_index, m.sample.segments[0].version.step)
+    for taken in own.taken
+    for m in taken.values()
+  ]
+  assert len(set(trained)) == len(trained)
+  check(tmp_path / 'other')
+
+
+def test_groups_expire_at_the_bound_and_no_sooner(tokenizer, tmp_path, store_name):
+  async def work():
+    await sharing.explore(tokenizer, tmp_path / 'other', [0, 0, 0, 1, 2], run=store_name)
+    own = sharing.Follower(tokenizer, tmp_path / 'own', tmp_path / 'other', bound=1)
+    async with own.batches.running():
+      plans = await own.train(3)
+    own.store.close()
+    return own, plans
+
+  own, plans = run(work())
+  # A batch starts with the weights of the one before it: 0, 0, 0, 0, 1.
+  assert [{row.version_step for row in plan.rows} for plan in plans] == [{0}, {0}, {1}]
+  assert [counts['explore/expired'] for counts in own.counts] == [0, 0, 4]
+  check(tmp_path / 'own')
+
+
+def test_groups_of_weights_that_were_not_trained_again_are_left_out(
+  tokenizer, tmp_path, store_name
+):
+  def exported(step):
+    return 'other weights' if step == 1 else f'weights {step}'
+
+  async def work():
+    await sharing.explore(tokenizer, tmp_path / 'other', [0, 1, 1, 2, 2, 2], run=store_name)
+    own = sharing.Follower(
+      tokenizer, tmp_path / 'own', tmp_path / 'other', bound=9, exported=exported
+    )
+    async with own.batches.running():
+      plans = await own.train(3)
+    own.store.close()
+    return own, plans
+
+  own, plans = run(work())
+  assert {row.version_step for plan in plans for row in plan.rows} == {0, 2}
+  assert sum(counts['explore/left_out'] for counts in own.counts) > 0
+  check(tmp_path / 'own')
+
+
+def _cut(path):
+  content = path.read_bytes()
+  path.write_bytes(content[: len(content) // 2])
+  return content
+
+
+def _flip(path):
+  content = path.read_bytes()
+  middle = len(content) // 2
+  path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+  return content
+
+
+def _remove(path):
+  content = path.read_bytes()
+  path.unlink()
+  return content
+
+
+@pytest.mark.parametrize(
+  ('part', 'damage'),
+  [
+    ('shared/00000001-001.json', _cut),
+    ('shared/00000001-001.json', _remove),
+    ('segments', _cut),
+    ('segments', _flip),
+    ('segments', _remove),
+  ],
+)
+def test_damage_is_reported_in_one_line_and_loses_nothing(
+  tokenizer, tmp_path, store_name, part, damage
+):
+  """The run waits, and goes on when the file is restored."""
+
+  async def work():
+    await sharing.explore(tokenizer, tmp_path / 'other', [0, 0], run=store_name)
+    path = tmp_path / 'other' / part
+    if path.is_dir():
+      path = sorted(path.iterdir())[-1]
+    content, looks = damage(path), []
+
+    async def sleep(seconds):
+      looks.append(seconds)
+      if len(looks) == 3:
+        path.write_bytes(content)
+
+    own = sharing.Follower(tokenizer, tmp_path / 'own', tmp_path / 'other', sleep=sleep)
+    async with own.batches.running():
+      with logs.absl_lines() as lines:
+        plans = await own.train(2)
+    own.store.close()
+    return plans, looks, lines
+
+  plans, looks, lines = run(work())
+  assert [len(plan.rows) for plan in plans] == [4, 4] and len(looks) >= 3
+  if 'shared' not in part or damage is not _remove:
+    (line,) = [line for line in lines if 'stages.learn.source: waiting' in line]
+    assert '\n' not in line
+  assert check(tmp_path / 'own').states['trained'] == 8
+
+
+@pytest.mark.parametrize(
+  ('fields', 'words'),
+  [
+    ({'vocabulary': 'another'}, ('another vocabulary', 'same checkpoint')),
+    ({'group_size': 1}, ('group_size: 1', 'groups of 2', 'raise it')),
+    ({'vocab_size': 3}, ('outside of the vocabulary of 3',)),
+  ],
+)
+def test_a_run_that_does_not_fit_is_refused_in_one_line(
+  tokenizer, tmp_path, store_name, fields, words
+):
+  async def work():
+    await sharing.explore(tokenizer, tmp_path / 'other', [0], run=store_name)
+    own = sharing.Follower(tokenizer, tmp_path / 'own', tmp_path / 'other', **fields)
+    async with own.batches.running():
+      await own.train(1)
+
+  with pytest.raises(UserError) as refused:
+    run(work())
+  line = str(refused.value)
+  assert '\n' not in line and all(word in line for word in words), line
+
+
+def test_rollouts_of_another_runs_weights_are_refused(tokenizer, tmp_path, store_name):
+  async def work():
+    await sharing.explore(tokenizer, tmp_path / 'other', [0], run='somebody')
+    own = sharing.Follower(tokenizer, tmp_path / 'own', tmp_path / 'other')
+    async with own.batches.running():
+      await own.train(1)
+
+  with pytest.raises(UserError, match='follows the weights of another run'):
+    run(work())
+
+
+def test_a_wait_for_a_run_that_shares_nothing_ends(tokenizer, tmp_path, store_name):
+  async def work():
+    own = sharing.Follower(
+      tokenizer, tmp_path / 'own', tmp_path / 'none', deadline_s=0.05, sleep=asyncio.sleep
+    )
+    async with own.batches.running():
+      await own.train(1)
+
+  with pytest.raises(WaitExpired, match=r'groups of the run that stages\.learn\.source\.run names'):
+    run(work())
