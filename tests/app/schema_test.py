@@ -12,6 +12,8 @@ from jaxrl_llm.app.sources import (
   Demonstrations,
   Examples,
   ExpertsConfig,
+  FollowConfig,
+  Followed,
   Pairs,
   PastConfig,
   Recorded,
@@ -114,6 +116,28 @@ STORED = Stored(stages=('a',), tasksets=('t',), sequences_per_batch=10)
     ),
     (lambda: stage(rollouts(temperature=0.0)), 'stages.s.source.temperature: 0.0 is not above 0'),
     (lambda: stage(rollouts(rollout_only=True, experts=experts())), 'stages.s.source.rollout_only'),
+    (lambda: stage(rollouts(follow=FollowConfig(run='r'))), 'stages.s.source.follow'),
+    (
+      lambda: stage(
+        rollouts(rollout_only=True, follow=FollowConfig(run='r', batches_per_version=0))
+      ),
+      'stages.s.source.follow.batches_per_version',
+    ),
+    (
+      lambda: stage(
+        rollouts(
+          rollout_only=True,
+          follow=FollowConfig(run='r'),
+          selection=SelectionConfig(kind='best'),
+        )
+      ),
+      'stages.s.source.selection',
+    ),
+    (
+      lambda: stage(Followed(run='r', tasksets=('t',), bound=1, export_every=3)),
+      'stages.s.source.export_every',
+    ),
+    (lambda: stage(Followed(run='r', tasksets=('t',), bound=-1)), 'stages.s.source.bound'),
     (
       lambda: stage(rollouts(rollout_only=True, past=PastConfig(groups=1, max_uses=2))),
       'stages.s.source.rollout_only',
@@ -176,6 +200,26 @@ def test_a_field_of_another_source_is_refused_by_the_name_of_the_stages_own(conf
     UserError, match=r"^--config\.stages\.sft\.source\.bound: Demonstrations has no field 'bound'; "
   ):
     apply_overrides(config, {'stages.sft.source.bound': '1'})
+
+
+@pytest.mark.parametrize(
+  ('changes', 'words'),
+  [
+    ({'policy.lora': '{"rank": 2}'}, ['stages.grpo.source.follow', 'policy.lora']),
+    ({'phases': '{}'}, ['phases', 'source.follow of stages.grpo']),
+    (
+      {'stages.sft.source': '{"@type": "Followed", "run": "r", "tasksets": ["train"]}'},
+      ["'grpo'", 'separate runs'],
+    ),
+  ],
+)
+def test_a_run_that_follows_another_is_refused_in_one_line(config, changes, words):
+  follow = {'stages.grpo.source.rollout_only': 'true', 'stages.grpo.source.follow': '{"run": "r"}'}
+  apply_overrides(config, follow)
+  with pytest.raises(UserError) as refused:
+    apply_overrides(config, follow | changes)
+  line = str(refused.value)
+  assert '\n' not in line and all(word.strip("'") in line for word in words), line
 
 
 def test_another_source_is_given_by_its_name(config):
