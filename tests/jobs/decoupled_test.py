@@ -101,6 +101,11 @@ def test_one_run_trains_on_what_another_explores(runs):
   check_accounts(*runs, steps=5, bound=0)
   explored = [row for row in job.rows(runs[0]) if 'explore/version' in row]
   assert {row['explore/version'] for row in explored} >= set(range(SFT, SFT + 5))
+  written = {key for row in job.rows(runs[1]) for key in row}
+  assert written >= {
+    *('explore/open', 'explore/expired', 'explore/voided', 'explore/voided_trained'),
+    *('explore/left_out', 'perf/unread_batches'),
+  }
 
 
 @pytest.mark.full

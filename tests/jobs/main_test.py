@@ -47,6 +47,10 @@ WRITTEN_ELSEWHERE = {
   'a batch policy': ('run/passed_over',),
   'memory phases': ('perf/memory_moved_bytes',),
   'reward model of the trainer': ('timing_s/reward_model',),
+  'runs that follow each other': (
+    *('explore/version', 'explore/open', 'explore/expired', 'explore/voided'),
+    *('explore/voided_trained', 'explore/left_out', 'perf/unread_batches'),
+  ),
   'delayed rewards': ('run/awaiting/joined', 'run/awaiting/open'),
   'speculative decoding': ('speculation/accepted_ratio', 'speculation/tokens_per_step'),
   'partial rollouts': (
