@@ -33,8 +33,8 @@ _NONE_WORDS = ('none', 'None', 'null')
 _BOOL_WORDS = {'true': True, 'True': True, 'false': False, 'False': False}
 # Maximum length of a number in characters. Python itself rejects integers of more than 4300 digits.
 _LONGEST_NUMBER = 1000
-# Maximum exponent of an integer. A larger exponent is a typo, and such an integer could exhaust
-# memory.
+# Maximum exponent of an integer in scientific notation, such as 1e6. A larger exponent is taken for
+# a typo, because such an integer could exhaust memory.
 _INT_DIGITS_LIMIT = 18
 
 

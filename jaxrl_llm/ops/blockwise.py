@@ -103,7 +103,9 @@ def _forward(
 def _backward(
   rule: _Rule, residuals: _Residuals, dout: _Queries
 ) -> tuple[_Queries, _Keys, _Keys, None, None]:
-  """Returns the gradients of queries, keys and values. Places have no gradient."""
+  """Returns the gradients of queries, keys and values. The `Places` of queries and keys have no
+  gradients.
+  """
   *arguments, out, lse = residuals
   rows = _Rows.of(*arguments, rule)
   delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1, keepdims=True)

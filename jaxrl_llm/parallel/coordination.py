@@ -71,6 +71,6 @@ def grace_of(config: CoordinationConfig, environment: Mapping[str, str]) -> floa
 
 
 _MOST_S = 1e6
-"""Maximum of these settings in seconds, about twelve days. Larger numbers would overflow the timers
-of libraries.
+"""Maximum of each time limit in `CoordinationConfig`, in seconds (about twelve days). Larger values
+would overflow timers in the libraries that receive them.
 """

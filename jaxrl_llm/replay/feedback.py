@@ -17,7 +17,7 @@ class Feedback(NamedTuple):
 
   verdicts: int
   waiting: int
-  """Number of verdicts on samples that still wait for rewards."""
+  """Number of verdicts that are not used yet, because their samples wait for further rewards."""
   used: int
   """Number of verdicts that became part of a score."""
   unused: int

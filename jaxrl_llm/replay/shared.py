@@ -225,7 +225,9 @@ class SharedBatches:
     return [self._parse(name, Opening) for _, name in found]
 
   def steps(self) -> dict[int, list[int]]:
-    """Returns the steps of the shared batches, ascending, keyed by the number of the start."""
+    """Returns the steps of the batches that each start of the run has shared, in ascending order,
+    keyed by the number of the start.
+    """
     steps: dict[int, list[int]] = {}
     for name in self._names():
       if match := _BATCH.fullmatch(name):

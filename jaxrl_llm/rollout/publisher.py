@@ -27,7 +27,9 @@ from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 PART_BYTES = 16 << 20
-"""Size in bytes up to which an array, or one layer of it, is never cut."""
+"""An array, or one layer of an array of stacked layers, is not divided into parts if it has at most
+this many bytes.
+"""
 _OF_LARGEST = 4
 """Divisor of the size of a layer's largest matrix. An array larger than the result is cut into
 parts of at most that size, so that a part, its shards and the buffers of a collective operation

@@ -90,8 +90,8 @@ flags.DEFINE_multi_string(
 
 _PR_SET_PDEATHSIG = 1
 _DRAIN_S = 5.0
-"""Maximum wait in seconds for processes to disappear after SIGKILL, and then again for the threads
-that read their output to finish.
+"""Maximum time in seconds for processes to disappear after SIGKILL. The threads that read their
+output then have the same time to finish.
 """
 _CAUSE_S = 1.0
 """After a process has ended with an exit code in `_CONSEQUENCES`: seconds to wait for another

@@ -45,11 +45,11 @@ class PartialConfig:
   loss: Literal['current_only', 'last_k', 'all'] = 'current_only'
   """Tokens that enter the loss. Other tokens serve as context.
 
-  'current_only': only those sampled by the newest weights with which their group was sampled; at
-  bound 0, the weights that the batch updates. 'last_k': those sampled by the newest weights or by
-  weights that are less than `last_k` updates older. 'all': all tokens, each corrected for the
-  difference between the weights that sampled it and the weights that the batch updates. 'last_k'
-  and 'all' need a bound above 0.
+  'current_only': those sampled by the newest weights that sampled any token of their group. If the
+  stage's `bound` is 0, these are the weights that the batch updates. 'last_k': those sampled by
+  these weights, or by weights that are fewer than `last_k` updates older. 'all': all tokens, each
+  corrected for the difference between the weights that sampled it and the weights that the batch
+  updates. 'last_k' and 'all' need a `bound` above 0.
   """
   last_k: int | None = None
   """Number of consecutive versions of the weights whose tokens enter the loss 'last_k', which

@@ -185,8 +185,11 @@ class StartedGroups:
     return new
 
   def proceed(self, numbers: Iterable[int], last_batch: int) -> list[StartedGroup]:
-    """Continues parked groups as if they started now, so that they stay within the gate's bound.
-    Returns the continued groups.
+    """Continues the parked groups with the given numbers, and returns them.
+
+    Args:
+      last_batch: last batch that they may be part of. It is computed as if they started now, so
+        that they stay within the gate's bound on staleness.
     """
     groups = []
     for number in numbers:

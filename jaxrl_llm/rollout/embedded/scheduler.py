@@ -48,8 +48,9 @@ class QueuedRequest:
 
 @dataclasses.dataclass(eq=False)
 class Prefill:
-  """Sequences that are prefilled together: prompts, or running samples after a weight update.
-  `result` contains their keys and values after the turn with this prefill has been executed.
+  """Sequences that are prefilled together: prompts, or running samples after a weight update. Once
+  the engine has executed the scheduler's turn with this prefill, `result` contains their keys and
+  values.
   """
 
   sequences: tuple[Sequence[int], ...]

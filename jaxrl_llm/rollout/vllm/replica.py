@@ -114,7 +114,9 @@ class Replica:
     self.is_tested = False
     """Whether the self-test of speculative decoding has run since the server started."""
     self.sampling_fault: str | None = None
-    """Reason from the self-test why the server may not serve sampled requests; None if it may."""
+    """Why the self-test forbids sending requests with a temperature above 0 to the server; None if
+    it does not.
+    """
     self.on_cpu = False
     """Whether the server's workers compute on CPUs."""
     self._sampling = 0
