@@ -63,15 +63,15 @@ class KernelShardings(NamedTuple):
 def plan_token_chunk(
   *, chunks: int, time: int, vocab: int, budget_bytes: int, time_shards: int = 1
 ) -> int:
-  """Returns the largest `token_chunk` whose float32 logits fit in `budget_bytes`. The result is at
-  least one position per time shard.
+  """Returns the largest `token_chunk` (see `token_logprobs`) whose float32 logits fit in
+  `budget_bytes`. It is at least one position per time shard, even if that does not fit.
 
   Args:
     chunks: number of rows per device.
     time: number of positions in a whole row.
     vocab: vocabulary size per device, which is the size of the local shard if the vocabulary is
       sharded.
-    budget_bytes: memory per device for the logits of one chunk.
+    budget_bytes: memory per device for the logits of `token_chunk` positions of every row.
     time_shards: as in `token_logprobs`.
   """
   part = time // time_shards
@@ -264,7 +264,7 @@ def sequence_scores(
   """Computes hidden · kernel at each segment's last token, in at least float32.
 
   Args:
-    segments: upper bound on the number of segments in a chunk.
+    segments: upper bound on the number of segments in a row.
   """
   last = (segment_ids > 0) & (segment_ids != jnp.roll(segment_ids, -1, axis=1))
   last = last.at[:, -1].set(segment_ids[:, -1] > 0)

@@ -60,14 +60,14 @@ class ExamplesConfig:
   messages_key: str = 'messages'
   """Name of the column with the conversations."""
   prompt: str | None = None
-  """Template of a user message. Together with `completion`, the template of the answer, it turns a
-  row of another form into a conversation. Templates are Python format strings over the row's fields
-  (see `tasks.templates`).
+  """Template of a user message. If it and `completion`, the template of the answer, are set, every
+  row becomes a conversation with these two messages, whatever its own form. Templates are Python
+  format strings over the row's fields (see `tasks.templates`).
   """
   completion: str | None = None
   """Template of the assistant's answer to `prompt`."""
   text: str | None = None
-  """Template of a text, for rows of another form."""
+  """Template of a text. If it is set, every row becomes a text, whatever its own form."""
   system: str | None = None
   """System message of all conversations. If None, conversations keep their own system messages."""
   chat_template: str | None = None

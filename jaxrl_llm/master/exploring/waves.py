@@ -41,7 +41,7 @@ class WaveSize:
     self._started += groups
 
   def finish(self) -> None:
-    """Records that a group has finished within its budget."""
+    """Records that all samples of a group have finished, whether or not the batch takes it."""
     self._finished += 1
 
   def close(self) -> None:
@@ -91,7 +91,7 @@ class Waves:
     return Turn(parked, new)
 
   def finish(self) -> None:
-    """Records that a group has finished within its budget."""
+    """Records that all samples of a group have finished, whether or not the batch takes it."""
     self._size.finish()
 
   def takes(self, number: int) -> bool | None:

@@ -310,7 +310,7 @@ class Replica:
     if self._keeps_cache:
       self.client.separate_cache(publication)
     if not self._keeps_cache or self.version is None:
-      # Before the first version, the cache may hold keys and values of unknown weights.
+      # Until a first version is loaded, the cache may hold keys and values of unknown weights.
       await self.client.reset_cache()
     await self.client.resume()
 
@@ -357,10 +357,11 @@ class Replica:
     return False
 
   async def admit(self, wanted: Requirements, *, deadline_s: float = 600.0) -> None:
-    """Checks a server before it joins the fleet, and prepares it for its first version.
+    """Checks a server before it joins the fleet, and prepares it to receive weights.
 
     Args:
-      deadline_s: deadline of each warm-up request, which may compile.
+      deadline_s: deadline of each warm-up request, during which the server may have to compile its
+        programs.
 
     Raises:
       UserError: the server does not suit the run, for example in its model, sequence length or
