@@ -259,7 +259,7 @@ def served(source: pathlib.Path, folder: pathlib.Path, work):
     (folder / file.name).symlink_to(file.absolute())
 
   async def main():
-    (server,) = serving.servers_of(None, folder, count=1, load='auto')
+    (server,) = serving.servers_of(None, folder, count=1, load='auto', max_model_len=2048)
     try:
       await serving.started([server])
       client = VllmClient(server.address)
