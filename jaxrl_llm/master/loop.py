@@ -23,7 +23,7 @@ from jaxrl_llm.master.batches import Batches, Planner, RolloutBatches
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.phases import RESIDENT, REWARD_MODEL, Phase, Phases
 from jaxrl_llm.master.process import Process
-from jaxrl_llm.master.reward_model import RewardRole
+from jaxrl_llm.master.reward_model import Rendered, RewardRole
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.runtime.events import Edge
@@ -329,15 +329,19 @@ async def score_rollouts(
     batches: source of the batch in process 0; None in the other processes.
   """
   members: list[Experience] = []
+  rendered: list[Rendered] = []
 
   async def unscored():
-    nonlocal members
+    nonlocal members, rendered
     members = await planner.unscored(batches)
-    sequences = await asyncio.to_thread(reward_model.render, members)
-    return {'uids': [member.sample.uid for member in members], 'sequences': sequences}
+    rendered = await asyncio.to_thread(reward_model.render, members)
+    return {
+      'uids': [member.sample.uid for member in members],
+      'sequences': [tokens for tokens, _ in rendered],
+    }
 
   async def judge(scores):
-    return await batches.score(reward_model.verdicts(members, asked['sequences'], scores))
+    return await batches.score(reward_model.verdicts(members, rendered, scores))
 
   while True:
     asked = await process.coordinator.broadcast(None if batches is None else unscored())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -109,6 +110,15 @@ class RewardModel(ScoringPass):
     return self.score(self._params, sequences)
 
 
+class Rendered(NamedTuple):
+  """A sample as the reward model reads it."""
+
+  tokens: list[int]
+  """Tokens of prompt and completion; empty if the sample cannot be scored."""
+  error: str = ''
+  """Reason why the sample cannot be scored; empty if it can."""
+
+
 class RewardRole:
   """The trainer's reward model, which scores the rollouts of a batch. Every process has one."""
 
@@ -119,19 +129,23 @@ class RewardRole:
     """
     self.scoring, self._tokenizer = scoring, tokenizer
 
-  def render(self, members: Sequence[Experience]) -> list[list[int]]:
-    """Returns the tokens of each sample's prompt and completion. They are empty if the sample is
-    longer than the reward model allows. Only process 0 may call this.
+  def render(self, members: Sequence[Experience]) -> list[Rendered]:
+    """Returns the tokens of each sample's prompt and completion. Only process 0 may call this.
 
     Samples are rendered from their texts, as by a reward model that is served, because the reward
     model may have another tokenizer than the policy.
     """
-    sequences = []
-    for member in members:
+    return [self._rendered(member) for member in members]
+
+  def _rendered(self, member: Experience) -> Rendered:
+    try:
       before, after = self._tokenizer.render_answer(member.task.prompt, member.completion)
-      tokens = [*before, *after]
-      sequences.append(tokens if len(tokens) <= self.scoring.max_length else [])
-    return sequences
+    except UserError as error:  # The policy may write characters that this tokenizer lacks.
+      return Rendered([], str(error))
+    tokens, most = [*before, *after], self.scoring.max_length
+    if len(tokens) > most:
+      return Rendered([], f'longer than the {most} tokens of reward_model.max_length')
+    return Rendered(tokens)
 
   def score(self, params: Params, sequences: Sequence[Sequence[int]]) -> list[float | None]:
     """Returns the score of each sequence, in order; None for an empty sequence.
@@ -151,23 +165,20 @@ class RewardRole:
   def verdicts(
     self,
     members: Sequence[Experience],
-    sequences: Sequence[Sequence[int]],
+    rendered: Sequence[Rendered],
     scores: Sequence[float | None],
   ) -> dict[str, Verdict]:
     """Returns the verdict on each sample, keyed by uid.
 
     Args:
-      sequences: tokens of each sample, as `render` returned them.
+      rendered: tokens of each sample, as `render` returned them.
       scores: score of each sample, as `score` returned them.
     """
-    too_long = {
-      'error': f'longer than the {self.scoring.max_length} tokens of reward_model.max_length'
-    }
     return {
       member.sample.uid: Verdict(
-        value=value, evidence={'tokens': len(sequence)} if sequence else too_long
+        value=value, evidence={'tokens': len(tokens)} if tokens else {'error': error}
       )
-      for member, sequence, value in zip(members, sequences, scores, strict=True)
+      for member, (tokens, error), value in zip(members, rendered, scores, strict=True)
     }
 
 

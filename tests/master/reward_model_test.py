@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import threading
+import types
 
 import aiohttp
 import jax
@@ -104,6 +105,25 @@ def test_the_trainers_role_cuts_passes_and_leaves_out_what_is_too_long(params, a
   assert found.pop(5) is None
   np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-6)
   assert role.score(params, [[], []]) == [None, None]
+
+
+def test_a_completion_that_the_reward_model_cannot_read_costs_its_own_score_alone(params, tmp_path):
+  tokenizer = build_character_tokenizer(['abc>'], tmp_path / 'tokenizer', template='plain')
+  role = RewardRole(on_mesh(params, sequences=4, fsdp=8), tokenizer)
+
+  def member(uid, completion):
+    task = types.SimpleNamespace(prompt=({'role': 'user', 'content': 'a>'},))
+    sample = types.SimpleNamespace(uid=uid)
+    return types.SimpleNamespace(sample=sample, task=task, completion=completion)
+
+  members = [member('read', 'abc'), member('foreign', 'aé'), member('long', 'a' * 99)]
+  rendered = role.render(members)
+  scores = role.score(params, [tokens for tokens, _ in rendered])
+  verdicts = role.verdicts(members, rendered, scores)
+  assert verdicts['read'].value is not None and verdicts['read'].evidence['tokens'] > 5
+  assert [verdicts[uid].value for uid in ('foreign', 'long')] == [None, None]
+  assert 'é' in verdicts['foreign'].evidence['error']
+  assert 'reward_model.max_length' in verdicts['long'].evidence['error']
 
 
 class Slow(RewardModel):
