@@ -1,4 +1,4 @@
-"""Bounded reading of untrusted files and JSON texts.
+"""Bounded reading of untrusted files, JSON texts and msgpack data.
 
 Invariant: reading takes time and memory proportional to a stated limit. Only regular files are
 opened, so a FIFO cannot block and a device cannot exhaust memory.
@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
+import msgpack
 import numpy as np
 
 MAX_DEPTH = 100
@@ -60,6 +61,14 @@ def read_bytes(path: str | os.PathLike, limit_bytes: int) -> bytes:
   # Non-blocking, in case a FIFO has replaced the file since the check.
   with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
     return file.read(size)
+
+
+def parse_msgpack(data: bytes) -> Any:
+  """Decodes msgpack data. Raises ValueError unless the data are exactly one value."""
+  try:
+    return msgpack.unpackb(data)
+  except (msgpack.exceptions.UnpackException, ValueError, TypeError, OverflowError) as error:
+    raise ValueError(f'{len(data)} bytes are not msgpack ({error})') from None
 
 
 def path_inside(root: pathlib.Path, name: str) -> pathlib.Path:

@@ -72,7 +72,6 @@ class FollowedConfig:
   """Maximum length of a sequence in tokens."""
   max_steps: int
   """Maximum number of steps of a trajectory."""
-  vocab_size: int
   vocabulary: str
   """Digest of the tokenizer's vocabulary."""
   deadline_s: float
@@ -380,11 +379,16 @@ class FollowedBatches:
           f'{what} has a trajectory of {len(steps)} steps, wanted at most {config.max_steps}; '
           f'set rollout.max_steps={len(steps)}'
         )
-      for step in steps:
-        if step.task_id != task.uid:
-          raise UserError(f'{what} has a sample of task {step.task_id}, wanted {task.uid}')
-        if not 0 <= step.tokens.min() <= step.tokens.max() < config.vocab_size:
-          raise UserError(f'{what} has tokens outside of the vocabulary of {config.vocab_size}')
+      for number, step in enumerate(steps):
+        index = (step.sample_index, step.step_index)
+        if step.task_id != task.uid or index != (steps[0].sample_index, number):
+          raise UserError(
+            f'{what} has step {index} of a sample of task {step.task_id}, wanted '
+            f'{(steps[0].sample_index, number)} of task {task.uid}'
+          )
+    indices = [steps[0].sample_index for steps in trajectories]
+    if len(set(indices)) < len(indices):
+      raise UserError(f'{what} has two trajectories with the same index (of {sorted(indices)})')
 
   def _versions(
     self, batch: SharedBatch, steps: Sequence[Sample]

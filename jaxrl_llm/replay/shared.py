@@ -19,7 +19,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import xxhash
 
@@ -30,7 +30,7 @@ from jaxrl_llm.core.files import parse_json, read_bytes
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.score import Score, Status
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.replay.segments import SegmentError, decode_row, open_segment_reader
+from jaxrl_llm.replay.segments import SegmentError, open_segment_reader
 from jaxrl_llm.replay.tables import SEGMENTS
 
 SHARED = 'shared'
@@ -38,6 +38,8 @@ SHARED = 'shared'
 SCHEMA = 1
 _MAX_BYTES = 1 << 30
 """Maximum size of a file in bytes."""
+_MAX_VALUE = 1e18
+"""Maximum magnitude of a reward or score. Its square is finite in float32."""
 _BATCH = re.compile(r'(\d{8,})-(\d{3,})\.json')
 _OPENING = re.compile(r'attempt-(\d{3,})\.json')
 
@@ -92,8 +94,8 @@ class SharedScore:
   value: float | None
   parts: Mapping[str, float]
   turn_values: tuple[float, ...]
-  status: str
-  evidence: Json
+  status: Status
+  evidence: Mapping[str, Json]
   time: float
 
   @classmethod
@@ -103,7 +105,7 @@ class SharedScore:
       value=score.value,
       parts=dict(score.parts),
       turn_values=tuple(score.turn_values),
-      status=str(score.status),
+      status=score.status,
       evidence=dict(score.evidence),
       time=score.time,
     )
@@ -111,7 +113,7 @@ class SharedScore:
   def score(self, uid: str) -> Score:
     """Returns the score as that of the sample `uid`."""
     fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    return Score(**fields | {'uid': uid, 'status': Status(self.status)})
+    return Score(**fields | {'uid': uid})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,12 +211,13 @@ class UnsharedBatch:
 class SharedBatches:
   """Reader of the batches that another run shares. It writes nothing."""
 
-  def __init__(self, directory: pathlib.Path):
+  def __init__(self, directory: pathlib.Path, decode: Callable[[bytes], Sample]):
     """
     Args:
       directory: directory of the other run's store, which need not exist yet.
+      decode: decodes a row. Raises an exception if the row is not a sample that this run can use.
     """
-    self._directory = directory
+    self._directory, self._decode = directory, decode
     self._reader = open_segment_reader(directory / SEGMENTS)
 
   def openings(self) -> list[Opening]:
@@ -245,6 +248,11 @@ class SharedBatches:
         f'{self._directory / SHARED / name}: holds batch {batch.step} of start {batch.attempt}; '
         'restore the file'
       )
+    try:
+      for group in batch.groups:
+        _check(group)
+    except ValueError as error:
+      raise UserError(f'{self._directory / SHARED / name}: {error}; restore the file') from None
     return batch
 
   def samples(self, group: SharedGroup) -> list[list[Sample]]:
@@ -275,7 +283,10 @@ class SharedBatches:
     where = f'segment {self._directory / SEGMENTS / row.segment}, row {row.row}'
     if (found := digest(payload)) != row.digest:
       raise SegmentError(f'{where}: digest {found}, wanted {row.digest}; restore the file')
-    return decode_row(payload, where)
+    try:
+      return self._decode(payload)
+    except Exception as error:  # The decoder of a damaged row may raise any exception.
+      raise SegmentError(f'{where}: not a sample: {error}; restore the file') from error
 
   def _names(self) -> Iterable[str]:
     try:
@@ -292,6 +303,23 @@ class SharedBatches:
     if not isinstance(value, dict) or value.get('schema') != SCHEMA:
       raise UserError(f'{path}: not of schema {SCHEMA}; use the program that wrote it')
     return from_json(value, kind, str(path))
+
+
+def _check(group: SharedGroup) -> None:
+  """Raises ValueError if a group is empty, names a row twice, or has a number out of range."""
+  rows = [(row.segment, row.row) for t in group.trajectories for row in t.rows]
+  if not group.trajectories or not all(t.rows for t in group.trajectories):
+    raise ValueError(f'group {group.group!r} has no trajectories, or one without rows')
+  if len(set(rows)) < len(rows):
+    raise ValueError(f'group {group.group!r} names a row twice')
+  for scored in (s for t in group.trajectories for s in (t, *t.scores)):
+    numbers = (scored.value or 0.0, *scored.parts.values(), *scored.turn_values)
+    # The comparison is also false for NaN.
+    if not all(abs(number) <= _MAX_VALUE for number in numbers):
+      raise ValueError(
+        f'group {group.group!r} has rewards or scores of {numbers}, wanted finite numbers of at '
+        f'most {_MAX_VALUE:g}'
+      )
 
 
 def next_batch(

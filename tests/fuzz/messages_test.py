@@ -39,6 +39,7 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.app.serve.reward import application
 from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.files import parse_msgpack
 from jaxrl_llm.core.net import server as server_module
 from jaxrl_llm.core.net.front import ADAPTER_PATH, ROUTES, RPC_PATH, UPDATE_PATH, Front
 from jaxrl_llm.core.records.sample import encode
@@ -215,7 +216,7 @@ def test_no_message_of_an_explorer_harms_another(tmp_path, monkeypatch, count):
       message = {**rogue.sender, **explorers_message(path, order, samples)}
       if path == wire.SAMPLE and data.draw(st.integers(0, 3)):
         (step,) = message['steps']
-        message['steps'] = [data.draw(encoded(wire.unpack(step), msgpack_bytes))]
+        message['steps'] = [data.draw(encoded(parse_msgpack(step), msgpack_bytes))]
         body = msgpack_bytes(message)
       else:
         body = data.draw(encoded(message, msgpack_bytes))

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.app.offline.scoring import read_attempts
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.files import parse_msgpack
 from jaxrl_llm.core.records.sample import decode, encode
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.tasks.example_tokens import example_samples
@@ -159,7 +160,7 @@ def taken(path: pathlib.Path, load):
 def check_tasks(tasks):
   """Every task can be told, stored and sent."""
   for task in tasks:
-    assert wire.read_task(wire.unpack(wire.pack(wire.task_row(task)))) == task
+    assert wire.read_task(parse_msgpack(wire.pack(wire.task_row(task)))) == task
     json.dumps([task.uid, task.truth, dict(task.fields), *task.prompt], ensure_ascii=False).encode()
     assert all('outside' not in shown.reference for shown in task.media)
 

@@ -13,9 +13,9 @@ from jaxrl_llm.rewards.api import Attempt, Reward
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.explorers import explorer as exploring
 from jaxrl_llm.rollout.explorers import wire
-from jaxrl_llm.rollout.explorers.arrivals import Bounds
 from jaxrl_llm.rollout.explorers.crew import Crew, ExplorersConfig
 from jaxrl_llm.rollout.explorers.explorer import Link, Welcome, explore
+from jaxrl_llm.rollout.untrusted import Bounds
 from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig, turns_of
 
 TOKEN = 'token-of-this-test-0123456789'

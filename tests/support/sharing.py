@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 
@@ -20,6 +21,7 @@ from jaxrl_llm.replay.shared import (
   vocabulary_digest,
   write_opening,
 )
+from jaxrl_llm.rollout.untrusted import Bounds, checked_sample
 from jaxrl_llm.rollout.workflow import completion_text
 
 
@@ -102,19 +104,20 @@ class Follower:
         'bound': 1,
         'longest': 64,
         'max_steps': 1,
-        'vocab_size': tokenizer.vocab_size,
         'vocabulary': vocabulary_digest(tokenizer.vocabulary),
         'deadline_s': 20.0,
         **fields,
       }
     )
 
+    bounds = Bounds(vocab_size=tokenizer.vocab_size, max_length=1024)
+
     async def nothing_new(seconds):
       raise AssertionError('there is nothing new to read')
 
     self.batches = FollowedBatches(
       config,
-      SharedBatches(other),
+      SharedBatches(other, functools.partial(checked_sample, bounds=bounds)),
       store=self.store,
       tasks={task.uid: task for task in exploring.make_tasks(24)},
       render=lambda task: tokenizer.render_prompt(task.prompt),

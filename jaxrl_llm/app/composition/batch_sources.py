@@ -36,10 +36,14 @@ from jaxrl_llm.master.sharing import SharingBatches
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.shared import SharedBatches, vocabulary_digest
+from jaxrl_llm.rollout.untrusted import Bounds, checked_sample
 from jaxrl_llm.rollout.workflow import completion_text
 from jaxrl_llm.runtime import history
 from jaxrl_llm.tasks.sampler import TaskSampler
 from jaxrl_llm.weights.versions import VERSIONS, exported_digest
+
+_LONGEST_ROW = 1 << 20
+"""Maximum number of tokens of a sample that another run shares."""
 
 
 def build_batches(
@@ -134,14 +138,15 @@ def _followed(
     bound=source.bound,
     longest=config.rollout.max_length,
     max_steps=config.rollout.max_steps,
-    vocab_size=prepared.spec.vocab_size,
     vocabulary=vocabulary_digest(tokenizer.vocabulary),
     deadline_s=config.rollout.collect_deadline_s,
   )
   run = pathlib.Path(source.run).expanduser()
+  # Longer samples than the stage trains on are left out, and not refused.
+  bounds = Bounds(vocab_size=prepared.spec.vocab_size, max_length=_LONGEST_ROW)
   return FollowedBatches(
     followed,
-    SharedBatches(run / 'replay'),
+    SharedBatches(run / 'replay', functools.partial(checked_sample, bounds=bounds)),
     store=store,
     tasks={task.uid: task for name in source.tasksets for task in prepared.tasksets[name].tasks},
     render=lambda task: tokenizer.render_prompt(task.prompt),

@@ -21,9 +21,9 @@ from jaxrl_llm.master.exploring.hub import MasterHub
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.auxiliary import AuxiliaryModel
-from jaxrl_llm.rollout.explorers.arrivals import Bounds
 from jaxrl_llm.rollout.explorers.crew import Crew, ExplorersConfig
 from jaxrl_llm.rollout.explorers.explorer import Welcome
+from jaxrl_llm.rollout.untrusted import Bounds
 from jaxrl_llm.rollout.workflow import Workflow, turns_of
 
 

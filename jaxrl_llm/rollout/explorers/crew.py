@@ -29,6 +29,7 @@ from absl import logging
 from aiohttp import web
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.files import parse_msgpack
 from jaxrl_llm.core.net.front import FrontConfig
 from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.core.process_clock import seconds_metrics
@@ -38,7 +39,6 @@ from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.arrivals import (
-  Bounds,
   one_line,
   read_attempt,
   read_error,
@@ -58,9 +58,9 @@ from jaxrl_llm.rollout.explorers.wire import (
   reward_row,
   sampling_row,
   task_row,
-  unpack,
 )
 from jaxrl_llm.rollout.hub import Hub
+from jaxrl_llm.rollout.untrusted import Bounds
 from jaxrl_llm.rollout.workflow import Rollout
 
 ROUTES = tuple(('POST', path) for path in wire.PATHS)
@@ -286,7 +286,7 @@ class Crew:
     async def checked(request: web.Request) -> web.StreamResponse:
       data = await request.read()
       try:
-        body = unpack(data)
+        body = parse_msgpack(data)
         sender = read_sender(body)
       except ValueError as error:
         return web.Response(status=400, text=f'{request.path}: {one_line(error)}')

@@ -21,6 +21,7 @@ from absl import logging
 
 from jaxrl_llm.core.disk import scratch
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.files import parse_msgpack
 from jaxrl_llm.core.net.client import Client, Lost, RemoteError, Response
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.core.records.task import Message
@@ -35,7 +36,6 @@ from jaxrl_llm.rollout.explorers.wire import (
   read_sampling,
   read_task,
   request_row,
-  unpack,
   verdict_row,
 )
 from jaxrl_llm.rollout.hub import Hub
@@ -133,7 +133,7 @@ class Link:
 
   async def call(self, path: str, *, deadline_s: float = 30.0, **body: Any) -> Any:
     async with self._posted(path, body, deadline_s) as response:
-      return unpack(await response.read())
+      return parse_msgpack(await response.read())
 
   async def stream(self, path: str, **body: Any) -> AsyncIterator[Any]:
     """Yields the values of a response as they arrive, until a final None. The total time is

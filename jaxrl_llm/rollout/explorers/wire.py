@@ -57,14 +57,6 @@ def pack(value: Any) -> bytes:
   return msgpack.packb(value)
 
 
-def unpack(data: bytes) -> Any:
-  """Decodes msgpack data. Raises ValueError unless the data are exactly one value."""
-  try:
-    return msgpack.unpackb(data)
-  except (msgpack.exceptions.UnpackException, ValueError, TypeError, OverflowError) as error:
-    raise ValueError(f'{len(data)} bytes are not msgpack ({error})') from None
-
-
 def task_row(task: Task) -> Row:
   # The fields are encoded as JSON, because msgpack cannot represent integers of more than 64 bits.
   fields = json.dumps(dict(task.fields))

@@ -8,6 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from jaxrl_llm.core.files import parse_msgpack
 from jaxrl_llm.core.records.sample import Finish, Segment, encode
 from jaxrl_llm.core.records.task import Media, Task
 from jaxrl_llm.core.types import Version
@@ -15,7 +16,6 @@ from jaxrl_llm.rewards.api import Attempt, Verdict
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.arrivals import (
-  Bounds,
   one_line,
   read_attempt,
   read_error,
@@ -27,6 +27,7 @@ from jaxrl_llm.rollout.explorers.arrivals import (
 )
 from jaxrl_llm.rollout.explorers.generated import Generated
 from jaxrl_llm.rollout.explorers.leases import LentGroup, Misbehaved
+from jaxrl_llm.rollout.untrusted import Bounds
 from jaxrl_llm.rollout.workflow import Rollout, rollout_sample
 
 BOUNDS = Bounds(vocab_size=10, max_length=8)
@@ -267,7 +268,7 @@ def request(**changes):
     'key': (1, 2**32 - 1),
   }
   asked = Request(**how, sampling=Sampling(temperature=0.5, top_k=5))
-  return wire.unpack(wire.pack({'request': {**wire.request_row(asked), **changes}}))
+  return parse_msgpack(wire.pack({'request': {**wire.request_row(asked), **changes}}))
 
 
 SAMPLING = wire.sampling_row(Sampling())
@@ -320,9 +321,9 @@ def attempt(**changes):
 
 
 def test_an_honest_attempt_passes_after_the_way_to_the_explorer_and_back():
-  order = wire.unpack(wire.pack(group().order))
+  order = parse_msgpack(wire.pack(group().order))
   sent = wire.task_row(wire.read_task(order['task']))
-  read = read_attempt(wire.unpack(wire.pack(attempt(task=sent))), group())
+  read = read_attempt(parse_msgpack(wire.pack(attempt(task=sent))), group())
   assert (read.uid, read.completion, read.task.uid) == (f'{NAME}/1', 'ab', TASK.uid)
 
 
@@ -411,7 +412,7 @@ VERDICT = wire.verdict_row(
 
 
 def test_a_reward_of_the_environment_passes_the_way_to_the_master():
-  body = wire.unpack(wire.pack({'verdict': VERDICT}))
+  body = parse_msgpack(wire.pack({'verdict': VERDICT}))
   read = read_verdict(body, [sample()])
   assert read == wire.read_verdict(VERDICT) and read.evidence == {'large': 10**30}
   assert read_verdict({'verdict': None}, [sample()]) is read_verdict({}, [sample()]) is None

@@ -15,6 +15,7 @@ from exploring import make_tasks
 from serving import children_of
 
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.files import parse_msgpack
 from jaxrl_llm.core.net.client import Lost
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.core.records.task import Media
@@ -26,7 +27,7 @@ from jaxrl_llm.rollout.explorers import crew, wire
 from jaxrl_llm.rollout.explorers import explorer as exploring
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 from jaxrl_llm.rollout.explorers.explorer import Evicted, Link, explore
-from jaxrl_llm.rollout.explorers.wire import pack, request_row, unpack
+from jaxrl_llm.rollout.explorers.wire import pack, request_row
 from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig
 
 REQUEST = Request(
@@ -394,7 +395,7 @@ def test_a_lease_that_was_lost_is_worth_nothing(tmp_path):
 
 def altered(sample, **fields):
   """The sample's bytes with other fields; a function gets the old value."""
-  row = unpack(encode(sample))
+  row = parse_msgpack(encode(sample))
   return pack(
     {
       **row,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxrl_llm.core.files import parse_msgpack
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.records.task import Media, Task
 from jaxrl_llm.core.types import Version
@@ -57,11 +58,11 @@ def attempt(media=()):
   ],
 )
 def test_a_record_comes_back_whole(row, read, value):
-  assert read(wire.unpack(wire.pack(row(value)))) == value
+  assert read(parse_msgpack(wire.pack(row(value)))) == value
 
 
 def test_a_task_that_came_back_is_the_same_task():
-  read = wire.read_task(wire.unpack(wire.pack(wire.task_row(task(PICTURES)))))
+  read = wire.read_task(parse_msgpack(wire.pack(wire.task_row(task(PICTURES)))))
   assert read.uid == task(PICTURES).uid != task().uid
 
 
@@ -73,6 +74,6 @@ def test_a_completion_comes_back_bit_for_bit():
   )
   tokens = np.array([5, 2**31 - 1, 0], np.int32)
   made = Completion(tokens=tokens, logprobs=logprobs, finish=Finish.STOP, segments=segments)
-  read = wire.read_completion(wire.unpack(wire.pack(wire.completion_row(made))))
+  read = wire.read_completion(parse_msgpack(wire.pack(wire.completion_row(made))))
   assert read.tokens.tobytes() == tokens.tobytes() and read.logprobs.tobytes() == logprobs.tobytes()
   assert (read.finish, read.segments) == (made.finish, segments)
