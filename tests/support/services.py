@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 
 from aiohttp import web
 
@@ -117,3 +118,26 @@ def one_after_another(*answers):
   """Each once, in this order."""
   left = iter(answers)
   return lambda body: next(left)
+
+
+def hangs_after(count, answer):
+  """Returns an answer function that hangs after `count` requests, and the questions answered."""
+  answered = []
+
+  def reply(body):
+    if len(answered) == count:
+      return HANG
+    answered.append(body['messages'][0]['content'])
+    return answer(body)
+
+  return reply, answered
+
+
+def kill_at_line(child, journal, count):
+  """Kills a child process with SIGKILL once its journal has `count` lines."""
+  until = time.monotonic() + 120
+  while not journal.exists() or journal.read_text().count('\n') < count:
+    assert child.poll() is None and time.monotonic() < until
+    time.sleep(0.02)
+  child.kill()
+  child.communicate()

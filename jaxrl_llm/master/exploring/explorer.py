@@ -44,14 +44,14 @@ from jaxrl_llm.master.exploring.finished import (
 )
 from jaxrl_llm.master.exploring.gate import Gate
 from jaxrl_llm.master.exploring.judging import judge_by_trainer
+from jaxrl_llm.master.exploring.outcomes import Outcomes
 from jaxrl_llm.master.exploring.partial import GroupCut
-from jaxrl_llm.master.exploring.processors import Processed, Processor, process_asking
+from jaxrl_llm.master.exploring.processors import Processed, Processors
 from jaxrl_llm.master.exploring.recall import read_members, recall
 from jaxrl_llm.master.exploring.runner import GroupExpired, GroupRunner
 from jaxrl_llm.master.exploring.scheduling import Immediate, Rounds, Scheduler, ScoringRounds
 from jaxrl_llm.master.exploring.selection import Experience, sampled_tokens
 from jaxrl_llm.master.exploring.started import StartedGroup, StartedGroups, Waiting
-from jaxrl_llm.master.exploring.verifying import Asking, ModelProcessor
 from jaxrl_llm.master.exploring.waves import Waves
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
@@ -149,10 +149,12 @@ class Explorer:
     """Ids of the groups in the last batch that `next` returned. Empty once `complete` has been
     called for that batch.
     """
-    self._outcomes: dict[int, tuple[str, int, int]] = {}
-    """(task uid, number of correct samples, number of scorable samples) of finished groups that
-    have not been reported to the task sampler, keyed by group number.
-    """
+    self._outcomes = Outcomes(
+      sampler,
+      in_order=config.partial is None
+      and self._awaiting is None
+      and config.batch_policy == 'in_order',
+    )
     self._scoring_s = 0.0
     self._passed_over = 0
     self._tokens: collections.Counter[str] = collections.Counter()
@@ -161,8 +163,7 @@ class Explorer:
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
     self._running: asyncio.Task | None = None
-    self._asking: list[tuple[str, Processor | Asking]] = []
-    """(name, processor) pairs. Processors that ask a model have been opened."""
+    self._processors = Processors(config.processors)
     self._completed = self._now()
     """State as of the last completed batch."""
 
@@ -187,7 +188,8 @@ class Explorer:
     for uid, count in (await asyncio.to_thread(self._earlier_visits)).items():
       self._visits[_prompt(uid)] = max(count, self._visits.get(_prompt(uid), 0))
     models = contextlib.AsyncExitStack()
-    await self._open_processors(models)
+    journals = self._store.directory / 'judged'
+    await models.enter_async_context(self._processors.opened(journals, self._config.stage))
     self._running = asyncio.create_task(self._explore())
     try:
       yield
@@ -212,24 +214,6 @@ class Explorer:
       self._writer.drop([entry.uid for entry in unfinished], 'given up')
       for group in dict.fromkeys(entry.group_id for entry in unfinished):
         self._events.message(Edge.DROP, group=group, reason='given up')
-
-  async def _open_processors(self, models: contextlib.AsyncExitStack) -> None:
-    """Opens the processors that ask a model, and their journals in the store."""
-    self._asking = []
-    for name, processor in self._config.processors:
-      if isinstance(processor, ModelProcessor):
-        journal = self._store.directory / 'judged' / f'{self._config.stage}-{name}.jsonl'
-        processor = await models.enter_async_context(processor.open(journal))
-      self._asking.append((name, processor))
-
-  async def _process(self, members: Sequence[Experience]) -> Processed | None:
-    """Runs the processors if any of them asks a model, otherwise returns None. Processors that ask
-    no model run without waiting when the group is finished.
-    """
-    processors = [processor for _, processor in self._config.processors]
-    if not any(isinstance(processor, ModelProcessor) for processor in processors):
-      return None
-    return await process_asking(self._asking, scorable_of(members), self._writer.step)
 
   def _earlier_visits(self) -> dict[str, int]:
     """Returns the number of times that each task was drawn, keyed by task uid: in earlier stages,
@@ -320,7 +304,7 @@ class Explorer:
     scorers = self._runner.scorers
     for group in self._groups.unscored:
       members = judge_by_trainer(group.unscored, verdicts, scorers, scorers.config)
-      processed = await self._process(members)
+      processed = await self._processors.run(scorable_of(members), self._writer.step)
       group.unscored, group.scored = None, time.monotonic()
       self._finish(
         group, members, functools.partial(store_samples, self._writer, members), processed
@@ -373,7 +357,7 @@ class Explorer:
       self._passed_over += self._counts['passed_over']
     groups = self._groups.take(numbers)
     self._scheduler.close_batch()
-    self._report_outcomes(numbers[-1])
+    self._outcomes.report(numbers[-1], self._groups)
     batch = [member for group in groups for member in group.chosen]
     if self._config.max_steps > 1:
       self._counts[SPLIT] = sum(len(member.steps) > 1 for member in batch)
@@ -409,25 +393,6 @@ class Explorer:
     self._writer, self._returned = self._store.at(self._writer.step + 1), set()
     self._completed = self._now()
 
-  def _report_outcomes(self, last: int) -> None:
-    """Reports the outcomes of the groups with numbers up to `last` to the task sampler, in order of
-    number. With partial rollouts, delayed rewards or a batch policy other than 'in_order', batches
-    do not take groups in order of start, so the outcomes of all groups that are in a batch or
-    dropped are reported instead.
-
-    If the gate's bound is 0, the sampler has drawn all tasks of this batch and none of the next, so
-    its choices do not depend on timing. If the bound is larger, they may: the replacement of a
-    dropped group of a later batch may be drawn before or after this report.
-    """
-    in_order = (
-      self._config.partial is None
-      and self._awaiting is None
-      and self._config.batch_policy == 'in_order'
-    )
-    for number in sorted(self._outcomes):
-      if number <= last if in_order else number not in self._groups:
-        self._sampler.feedback(*self._outcomes.pop(number))
-
   def _give_up_parked(self) -> None:
     """Drops the parked groups, because the stage has no later batch to continue them."""
     if parked := self._groups.parked:
@@ -440,7 +405,7 @@ class Explorer:
     if surplus := self._gate.surplus:
       newest = [candidate.number for candidate in self._groups.candidates][-surplus:]
       for number in newest:
-        self._outcomes.pop(number, None)  # No batch will report it to the sampler.
+        self._outcomes.forget(number)
         self._gate.drop()
       self._abandon(newest)
 
@@ -639,7 +604,7 @@ class Explorer:
     """
     flight = {
       **self._groups.state(),
-      'outcomes': [[number, *outcome] for number, outcome in self._outcomes.items()],
+      'outcomes': self._outcomes.state(),
       'counts': dict(self._counts),
     }
     if (waves := self._scheduler.state()) is not None:
@@ -654,7 +619,7 @@ class Explorer:
     self._gate.restore(state['gate'])
     flight = state['explorer']
     self._counts = collections.Counter(flight['counts'])
-    self._outcomes = {number: tuple(outcome) for number, *outcome in flight['outcomes']}
+    self._outcomes.restore(flight['outcomes'])
     self._groups.restore(
       flight,
       lambda number, task, visit: self._new_group(number, self._sampler.task(task), visit),
@@ -696,7 +661,7 @@ class Explorer:
         judged = await self._runner.run(group.name, group.task, group.visit, spans, placed=placed)
         processed = None
         if not self._needs_trainer(judged.members):  # Otherwise, rewards are not complete yet.
-          processed = await self._process(judged.members)
+          processed = await self._processors.run(scorable_of(judged.members), self._writer.step)
       except GroupCut as cut:
         self._park(group, cut.spans)
         return
@@ -791,7 +756,7 @@ class Explorer:
       processed=processed,
     )
     if finished.outcome is not None:
-      self._outcomes[group.number] = finished.outcome
+      self._outcomes.record(group.number, finished.outcome)
     self._tokens['dropped'] += sampled_tokens(members) - sampled_tokens(finished.chosen)
     asked = self._events.request(Edge.STORE, group=group.name, count=len(members))
     with self._store.transaction():

@@ -15,11 +15,13 @@ too late to replace a group. A processor that is configured to read them is reje
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import pathlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -107,18 +109,44 @@ def process(
   return processed
 
 
-async def process_asking(
-  processors: Sequence[tuple[str, Processor | Asking]], members: Sequence[Experience], step: int
-) -> Processed:
-  """Runs processors like `process`, including those that ask a model."""
-  processed = Processed(list(members), {}, [], {})
-  for name, processor in processors:
-    if processed.members:
-      result = processor(processed.members, step)
-      # The wait 'judge' is bounded by the processor's `deadline_s`.
-      after, notes = await result if inspect.isawaitable(result) else (result, {})
-      processed = _passed(processed, name, after, notes)
-  return processed
+class Processors:
+  """Processors of a stage, including those that ask a model."""
+
+  def __init__(self, processors: Sequence[tuple[str, Processor | ModelProcessor]]):
+    self._processors = processors
+    self._opened: list[tuple[str, Processor | Asking]] = []
+
+  @contextlib.asynccontextmanager
+  async def opened(self, journals: pathlib.Path, stage: str) -> AsyncIterator[None]:
+    """Opens the processors that ask a model while the block is active.
+
+    Args:
+      journals: directory of their journals.
+      stage: name of the stage.
+    """
+    async with contextlib.AsyncExitStack() as models:
+      self._opened = []
+      for name, processor in self._processors:
+        if isinstance(processor, ModelProcessor):
+          journal = journals / f'{stage}-{name}.jsonl'
+          processor = await models.enter_async_context(processor.open(journal))
+        self._opened.append((name, processor))
+      yield
+
+  async def run(self, members: Sequence[Experience], step: int) -> Processed | None:
+    """Runs the processors like `process` if any of them asks a model, otherwise returns None.
+    Processors that ask no model run without waiting when the group is finished.
+    """
+    if not any(isinstance(processor, ModelProcessor) for _, processor in self._processors):
+      return None
+    processed = Processed(list(members), {}, [], {})
+    for name, processor in self._opened:
+      if processed.members:
+        result = processor(processed.members, step)
+        # The wait 'judge' is bounded by the processor's `deadline_s`.
+        after, notes = await result if inspect.isawaitable(result) else (result, {})
+        processed = _passed(processed, name, after, notes)
+    return processed
 
 
 def _passed(

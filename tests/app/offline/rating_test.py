@@ -2,14 +2,12 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from paths import ROOT
-from services import HANG, Service, chat
+from services import HANG, Service, chat, hangs_after, kill_at_line
 
 from jaxrl_llm.app.commands import rate
 from jaxrl_llm.tasks.sampler import SamplerConfig, TaskSampler
@@ -141,27 +139,15 @@ def test_a_row_that_has_the_fields_already_is_refused(rows, capsys):
 
 @pytest.mark.full
 def test_a_command_that_is_killed_goes_on_where_it_was(rows):
-  answered = []
-
-  def first_three(body):
-    if len(answered) < 3:
-      answered.append(body['messages'][0]['content'])
-      return rated(body)
-    return HANG
-
+  reply, answered = hangs_after(3, rated)
   journal = rows.parent / 'rated.jsonl.journal'
   program = 'import sys\nfrom jaxrl_llm.app.commands import rate\nsys.exit(rate.main(sys.argv))'
-  with Service(first_three).in_thread() as service:
+  with Service(reply).in_thread() as service:
     arguments = flags(service, rows)[1:]
     child = subprocess.Popen(
       [sys.executable, '-c', program, *arguments], env={**os.environ, 'PYTHONPATH': str(ROOT)}
     )
-    until = time.monotonic() + 120
-    while not journal.exists() or journal.read_text().count('\n') < 3:
-      assert child.poll() is None and time.monotonic() < until
-      time.sleep(0.02)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    kill_at_line(child, journal, 3)
     before = len(service.seen)
     service.answer = rated
     code, written = run(service, rows)

@@ -8,16 +8,14 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import exploring
 import pytest
 from paths import ROOT
-from services import HANG, Service, chat
+from services import HANG, Service, chat, hangs_after, kill_at_line
 
 from jaxrl_llm.app.composition.stages import build_processors
 from jaxrl_llm.core.errors import UserError
@@ -169,14 +167,7 @@ print([member.sample.uid for batch, _ in found for member in batch], flush=True)
 
 @pytest.mark.full
 def test_a_run_that_is_killed_while_it_asks_does_not_ask_again_what_was_answered(tmp_path):
-  answered = []
-
-  def first_three(body):
-    if len(answered) < 3:
-      answered.append(body['messages'][0]['content'])
-      return by_first_letter(body)
-    return HANG
-
+  reply, answered = hangs_after(3, by_first_letter)
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), f'{ROOT}/tests/support'])}
 
   def start(store):
@@ -188,16 +179,11 @@ def test_a_run_that_is_killed_while_it_asks_does_not_ask_again_what_was_answered
       text=True,
     )
 
-  service = Service(first_three)
+  service = Service(reply)
   journal = tmp_path / 'journal.jsonl'
   with service.in_thread():
     child = start('killed')
-    until = time.monotonic() + 120
-    while not journal.exists() or journal.read_text().count('\n') < 3:
-      assert child.poll() is None and time.monotonic() < until
-      time.sleep(0.02)
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
+    kill_at_line(child, journal, 3)
     before = len(service.seen)
     service.answer = by_first_letter
     resumed, _ = start('resumed').communicate(timeout=120)
