@@ -58,7 +58,7 @@ _COUNTERS = ('voided', 'voided_trained', 'expired', 'left_out')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FollowedConfig:
-  """What a stage that follows another run needs to know."""
+  """Parameters of a stage that follows another run."""
 
   stage: str
   where: str

@@ -304,7 +304,7 @@ def apply(changes: Iterable[Change]) -> None:
 
 
 class Update(Protocol):
-  """What the trainer publishes to a worker; `UpdateInfo` describes the fields."""
+  """A publication of the trainer to a worker; `UpdateInfo` describes the fields."""
 
   directory: str
   files: Mapping[str, Mapping[str, str]]
