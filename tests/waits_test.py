@@ -20,7 +20,7 @@ MODULES = sorted(
   if SANDBOXED not in path.parents
 )
 
-MARKER = re.compile(r"# The wait '(\w+)' is \S")
+MARKER = re.compile(r"# Wait '(\w+)': \S")
 BOUNDING = {
   'bounded',
   'gathered',
@@ -335,8 +335,8 @@ BOUNDED = [
   'while time.monotonic() < deadline: await asyncio.sleep(0.1)',
   'process.kill(); x = 1\n  process.wait()',
   'link.settimeout(1.0)\n  link.recv(10)',
-  "await event.wait()  # The wait 'work' is bounded by the caller.",
-  "# The wait 'work' is bounded by the caller.\n  await event.wait()",
+  "await event.wait()  # Wait 'work': bounded by the caller.",
+  "# Wait 'work': bounded by the caller.\n  await event.wait()",
 ]
 
 
@@ -364,9 +364,7 @@ def test_a_bound_around_a_function_does_not_cover_calls_of_it():
   assert [line for line, _ in bare_waits(source)] == [4]
 
 
-@pytest.mark.parametrize(
-  'comment', ['# The wait', "# The wait 'work'", "# The wait 'work' is", '# noqa']
-)
+@pytest.mark.parametrize('comment', ['# The wait', "# Wait 'work'", "# Wait 'work':", '# noqa'])
 def test_a_comment_that_names_no_bound_marks_nothing(comment):
   assert bare_waits(f'async def f():\n  await event.wait()  {comment}\n')
 
@@ -374,6 +372,6 @@ def test_a_comment_that_names_no_bound_marks_nothing(comment):
 def test_the_names_of_a_module_are_those_of_its_comments_and_calls():
   source = (
     "x = bounded(y, name='a', deadline_s=1)\ny = gathered(z, name='b')\nz.wait()  "
-    "# The wait 'c' is short.\n# The wait 'd'\n"
+    "# Wait 'c': short.\n# Wait 'd'\n"
   )
   assert names(source) == {'a', 'b', 'c'}

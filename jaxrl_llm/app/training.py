@@ -147,11 +147,11 @@ def _run_in_a_thread(config: Config, path: pathlib.Path, branch: Branch | None) 
   thread = threading.Thread(target=lambda: asyncio.run(work()), name='train', daemon=True)
   try:
     thread.start()
-    return ended.result()  # The wait 'main' is bounded: every wait of the run has a deadline.
+    return ended.result()  # Wait 'main': bounded: every wait of the run has a deadline.
   except KeyboardInterrupt:
     if ended.cancel():  # The thread had not begun, so nothing was written.
       raise
     interrupted.set()
     for interrupt in interrupts:
       interrupt()
-    return ended.result()  # The wait 'main' is bounded: every wait of the run has a deadline.
+    return ended.result()  # Wait 'main': bounded: every wait of the run has a deadline.

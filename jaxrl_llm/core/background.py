@@ -81,7 +81,7 @@ class BackgroundLoop:
     self._loop.call_soon_threadsafe(begin)
     ended = asyncio.wrap_future(result)
     try:
-      # The wait 'background' is bounded: every wait in the coroutine has a deadline.
+      # Wait 'background': bounded: every wait in the coroutine has a deadline.
       return await asyncio.shield(ended)
     except asyncio.CancelledError:
       self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
@@ -95,7 +95,7 @@ def _pass_on(task: asyncio.Task[T], result: concurrent.futures.Future[T]) -> Non
   elif (error := task.exception()) is not None:
     result.set_exception(error)
   else:
-    # The wait 'background' is over, because the task has ended.
+    # Wait 'background': over, because the task has ended.
     result.set_result(task.result())
 
 

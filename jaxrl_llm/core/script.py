@@ -81,7 +81,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
   async def guarded() -> T:
     try:
-      return await main  # The wait 'main' is bounded: every wait inside `main` has a deadline.
+      return await main  # Wait 'main': bounded: every wait inside `main` has a deadline.
     except Exception as error:
       if isinstance(first_cause(error), WaitExpired):
         cause = _earliest(error)

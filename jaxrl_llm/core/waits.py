@@ -1,7 +1,7 @@
 """Bounded waits: each has a name, an owner and a deadline.
 
 `docs/develop/waits.md` lists all waits. A wait runs under `bounded` or `limit`, has a timeout whose
-expiry its caller handles, or carries a comment `# The wait 'NAME' is …` that states what else ends
+expiry its caller handles, or carries a comment `# Wait 'NAME': …` that states what else ends
 it. `tests/waits_test.py` rejects any other wait. `unless` makes a wait end early when the run is
 stopped.
 """
@@ -144,7 +144,7 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
   """
   task = asyncio.ensure_future(work)
   try:
-    # The wait 'work' is bounded: every wait inside `work` has a deadline.
+    # Wait 'work': bounded: every wait inside `work` has a deadline.
     await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
     return None if stop.done() else task.result()
   finally:

@@ -391,7 +391,7 @@ class RunKeeper:
 
     async def ended() -> int:
       if task is not None:
-        await task  # The wait 'commit' is bounded: every wait in `Writing.finish` has a deadline.
+        await task  # Wait 'commit': bounded: every wait in `Writing.finish` has a deadline.
       return max(self._checkpoints.steps(), default=0)
 
     if self._logs is not None:
@@ -432,7 +432,7 @@ class RunKeeper:
     complete afterwards.
     """
     begun = time.perf_counter()
-    # The wait 'commit' is bounded: every wait in `Writing.finish` has a deadline.
+    # Wait 'commit': bounded: every wait in `Writing.finish` has a deadline.
     await in_daemon_thread(writing.finish)
     self._process.events.reply(asked)
     if self._logs is not None:

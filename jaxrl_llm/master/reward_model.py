@@ -208,13 +208,13 @@ class Batcher:
     future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     self._waiting.append((sequence, future))
     self._work.set()
-    # The wait 'pass' is bounded by the client, which cancels the request at its deadline.
+    # Wait 'pass': bounded by the client, which cancels the request at its deadline.
     return await future
 
   async def run(self) -> None:
     """Scores requests until it is cancelled."""
     while True:
-      # The wait 'request' is unbounded: a service waits for its next request.
+      # Wait 'request': unbounded: a service waits for its next request.
       await self._work.wait()
       batch, self._waiting = (
         self._waiting[: self._model.sequences],

@@ -77,9 +77,9 @@ class Coordinator:
       WaitExpired: another process does not reach the exchange within `silence_s`.
     """
     if jax.process_count() == 1:
-      # The wait 'decision' is bounded: every wait inside `decision` has a deadline.
+      # Wait 'decision': bounded: every wait inside `decision` has a deadline.
       return await decision
-    # The wait 'decision' is bounded by 'exchange' or, in process 0, by `decision`'s deadlines.
+    # Wait 'decision': bounded by 'exchange' or, in process 0, by `decision`'s deadlines.
     return await (self._lead(decision) if self.leads else self._follow())
 
   async def _lead(self, decision: Awaitable[Json]) -> Json:
@@ -89,7 +89,7 @@ class Coordinator:
         await self._headers(_BEAT, 0)
     finally:
       task.cancel()  # This has no effect on a finished task.
-      # The wait 'decision' is bounded: every wait inside `decision` has a deadline.
+      # Wait 'decision': bounded: every wait inside `decision` has a deadline.
       await asyncio.gather(task, return_exceptions=True)
     if task.cancelled() or task.exception() is not None:
       await self._headers(_ABORT, 0)
@@ -131,7 +131,7 @@ class Coordinator:
 
 
 async def _encoded(decision: Awaitable[Json]) -> bytes:
-  # The wait 'decision' is bounded: every wait inside `decision` has a deadline.
+  # Wait 'decision': bounded: every wait inside `decision` has a deadline.
   value = await decision
   return json.dumps(value).encode()
 
@@ -143,6 +143,6 @@ def _broadcast_bytes(payload: bytes, length: int) -> bytes:
   buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
   received = []
   for block in buffer.reshape(blocks, _BLOCK):
-    # The wait 'exchange' is bounded by `silence_s`, which the caller enforces.
+    # Wait 'exchange': bounded by `silence_s`, which the caller enforces.
     received.append(multihost_utils.broadcast_one_to_all(block))
   return np.concatenate(received).astype(np.uint8).tobytes()[:length]

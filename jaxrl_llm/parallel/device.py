@@ -58,7 +58,7 @@ class DeviceThread:
     call = asyncio.get_running_loop().run_in_executor(self._executor, work)
     try:
       if jax.process_count() == 1:
-        return await call  # The wait 'device' is bounded by the computation of this single process.
+        return await call  # Wait 'device': bounded by the computation of this single process.
       return await bounded(
         call,
         name='device',
@@ -80,5 +80,5 @@ class DeviceThread:
 
   def close(self) -> None:
     """Waits for the work in progress and cancels queued work."""
-    # The wait 'device' is unbounded for a single process, which waits for its own computation.
+    # Wait 'device': unbounded for a single process, which waits for its own computation.
     self._executor.shutdown(wait=True, cancel_futures=True)

@@ -76,7 +76,7 @@ class Membership:
       return workdir / f'left-{start}-{i}'
 
     if index > 0:
-      # The wait 'leave' is bounded by a timeout of 300 s inside `shutdown`.
+      # Wait 'leave': bounded by a timeout of 300 s inside `shutdown`.
       jax.distributed.shutdown()
       marker(index).touch()
       return
@@ -85,7 +85,7 @@ class Membership:
       time.sleep(0.02)
     for i in range(1, count):
       marker(i).unlink(missing_ok=True)
-    # The wait 'leave' is bounded by a timeout of 300 s inside `shutdown`.
+    # Wait 'leave': bounded by a timeout of 300 s inside `shutdown`.
     jax.distributed.shutdown()
 
 

@@ -68,7 +68,7 @@ class PeerWatch:
     if jax.process_index() > 0:
       late.start()
     try:
-      # The wait 'peers' is bounded by `heartbeat_s`, after which JAX drops a lost process.
+      # Wait 'peers': bounded by `heartbeat_s`, after which JAX drops a lost process.
       with multihost_utils.live_devices(self._devices) as alive:
         return {device.process_index for device in alive}
     except multihost_utils.ProcessFailureError as error:

@@ -313,7 +313,7 @@ class Writing:
     """
     checkpoints, process, count = self._checkpoints, jax.process_index(), jax.process_count()
     with self._quiet, checkpoints._explained(self._target):
-      # The wait 'commit' is bounded by orbax's deadline, which is set to `_DEADLINE_S`.
+      # Wait 'commit': bounded by orbax's deadline, which is set to `_DEADLINE_S`.
       self._checkpointer.close()
       if not checkpoints._leads:
         _write_digests(self._target, process)

@@ -108,7 +108,7 @@ class Heartbeat:
       yield
     finally:
       task.cancel()
-      # The wait 'cancelled' is short, since the task has just been cancelled.
+      # Wait 'cancelled': short, since the task has just been cancelled.
       await asyncio.wait({task})
 
   async def _beat(self) -> None:

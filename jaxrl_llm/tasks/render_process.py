@@ -23,7 +23,7 @@ def main() -> None:
 
   from transformers.utils.chat_template_utils import render_jinja_template
 
-  # The wait 'order' is unbounded: it lasts until the owner of this process sends a line or ends.
+  # Wait 'order': unbounded: it lasts until the owner of this process sends a line or ends.
   limits = json.loads(orders.readline())
   _limit_memory(limits['memory_bytes'])
   _write(answers, {})

@@ -184,7 +184,7 @@ class TensorWriter:
     """Waits until at most `most` bytes are in flight. Raises the error of a failed write."""
     while self._waiting and self._in_flight > max(most, 0):
       nbytes, written = self._waiting.popleft()
-      written.result()  # The wait 'tensor' is bounded by the time for writing the arrays before it.
+      written.result()  # Wait 'tensor': bounded by the time for writing the arrays before it.
       self._in_flight -= nbytes
 
   def _write(
@@ -196,7 +196,7 @@ class TensorWriter:
     before: Future[None] | None,
   ) -> None:
     if before is not None:
-      # The wait 'tensor' is bounded: an earlier task of these threads completes the awaited write.
+      # Wait 'tensor': bounded: an earlier task of these threads completes the awaited write.
       before.result()
     rows = np.ascontiguousarray(rows)
     step = max(1, _BLOCK // max(1, rows[:1].size * self._dtype.itemsize))
@@ -233,7 +233,7 @@ class TensorWriter:
     return self
 
   def __exit__(self, *_) -> None:
-    # The wait 'tensor' is bounded by the time for writing the arrays in flight.
+    # Wait 'tensor': bounded by the time for writing the arrays in flight.
     self._threads.shutdown(wait=True, cancel_futures=True)
 
 

@@ -434,7 +434,7 @@ class JobSupervisor:
 
 
 def _wait_for(label: str, process: subprocess.Popen, ends: queue.SimpleQueue[ProcessEnd]) -> None:
-  # The wait 'process' is unbounded: a process runs as long as the job.
+  # Wait 'process': unbounded: a process runs as long as the job.
   ends.put(ProcessEnd(label=label, code=process.wait()))
 
 

@@ -58,5 +58,5 @@ def _main(argv: Sequence[str]) -> int:
   command = ['bash', SCRIPTS.resolve() / f'install_{name}.sh', f'--target={target}']
   command += [f'--group={FLAGS.group}'] if FLAGS.group else []
   environment = {'PYTHON': sys.executable, **os.environ}
-  # The wait 'install' is bounded by the package installer's own timeouts.
+  # Wait 'install': bounded by the package installer's own timeouts.
   return subprocess.run(command, env=environment).returncode

@@ -52,7 +52,7 @@ async def rate(tasks: Sequence[Task], options: RatingOptions, *, deadline_s: flo
       except TimeoutError:
         return f'no rating within {deadline_s:g} s'
 
-    # The wait 'judge' is bounded by `deadline_s`.
+    # Wait 'judge': bounded by `deadline_s`.
     ratings = await asyncio.gather(*map(rating_of, tasks))
   rows, failures = [], {}
   for task, rating in zip(tasks, ratings, strict=True):

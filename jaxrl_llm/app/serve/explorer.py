@@ -86,7 +86,7 @@ async def _explore_for(registry: Registry, key: str) -> None:
 
 async def _master(watch: Watch) -> Lease:
   """Waits until a run is registered, and returns the lease (registry entry) of the newest run."""
-  # The wait 'master' is unbounded: an explorer waits as long as no run is registered.
+  # Wait 'master': unbounded: an explorer waits as long as no run is registered.
   while not (masters := await watch.look_async()):
     await asyncio.sleep(LOOK_S)
   return masters[-1]
@@ -100,7 +100,7 @@ async def _explore_once(master: Lease, watch: Watch, key: str) -> None:
   exploring = asyncio.create_task(explore(_link(master.address, key), build_workflow))
   replaced = asyncio.create_task(_replaced(master, watch))
   try:
-    # The wait 'master' is unbounded: an explorer works as long as its master does.
+    # Wait 'master': unbounded: an explorer works as long as its master does.
     await asyncio.wait({exploring, replaced}, return_when=asyncio.FIRST_COMPLETED)
     if exploring.done():
       exploring.result()

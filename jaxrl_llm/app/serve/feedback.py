@@ -92,7 +92,7 @@ async def serve(directory: pathlib.Path, front: FrontConfig | None) -> None:
   ):
     print(f'feedback on {directory} is taken at {public or address}', flush=True)
     write_addresses(FLAGS.addresses_file, [public or address])
-    # The wait 'signal' is unbounded: a service runs until a signal stops it.
+    # Wait 'signal': unbounded: a service runs until a signal stops it.
     await stop.wait()
 
 

@@ -258,13 +258,13 @@ async def serve(
   try:
     async with where as (address, public), ready(public or address):
       running = asyncio.create_task(batcher.run())
-      # The wait 'signal' is unbounded: a service runs until a signal stops it.
+      # Wait 'signal': unbounded: a service runs until a signal stops it.
       stopped = asyncio.create_task(stop.wait())
-      # The wait 'signal' is unbounded: a service runs until a signal stops it.
+      # Wait 'signal': unbounded: a service runs until a signal stops it.
       await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
       running.cancel()
       with contextlib.suppress(asyncio.CancelledError):
-        await running  # The wait 'cancelled' is short, since the task has just been cancelled.
+        await running  # Wait 'cancelled': short, since the task has just been cancelled.
   finally:
     device.close()
 

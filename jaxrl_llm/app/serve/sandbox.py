@@ -59,7 +59,7 @@ async def serve(
     print(f'sandboxes ({server.isolation}) serve at {public or address}', flush=True)
     async with registering(registry, lease_of(Kind.SANDBOX, public or address, name)):
       write_addresses(FLAGS.addresses_file, [public or address])
-      # The wait 'signal' is unbounded: a service runs until a signal stops it.
+      # Wait 'signal': unbounded: a service runs until a signal stops it.
       await stop.wait()
 
 

@@ -182,7 +182,7 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], le
       addresses.append(front.address if front else server.address)
     for server in servers:
       server.start()
-    # The wait 'signal' is unbounded: a service runs until a signal stops it.
+    # Wait 'signal': unbounded: a service runs until a signal stops it.
     stopped = asyncio.create_task(stop.wait())
     async with asyncio.TaskGroup() as group:
       keepers = [
@@ -190,7 +190,7 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], le
         for i, server in enumerate(servers)
       ]
       announcer = group.create_task(announce(servers, addresses))
-      # The wait 'signal' is unbounded: a service runs until a signal stops it.
+      # Wait 'signal': unbounded: a service runs until a signal stops it.
       await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
       for task in (announcer, *keepers):
         task.cancel()
@@ -221,7 +221,7 @@ async def keep_up(
   while True:
     since = loop.time()
     async with lend():
-      # The wait 'server' is unbounded: a server runs until it fails and is restarted.
+      # Wait 'server': unbounded: a server runs until it fails and is restarted.
       while server.is_running():
         await asyncio.sleep(0.5)
     failures = 1 if loop.time() - since > _STEADY_S else failures + 1

@@ -227,7 +227,7 @@ class Front:
     assert self._session is not None
     response: web.StreamResponse | None = None
     try:
-      # The wait 'upstream' is bounded by the client, which cancels the request by hanging up.
+      # Wait 'upstream': bounded by the client, which cancels the request by hanging up.
       async with self._session.request(
         request.method, url, data=body, headers=self._headers(request, body), allow_redirects=False
       ) as upstream:

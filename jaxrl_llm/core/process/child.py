@@ -152,7 +152,7 @@ class Child:
     process = os.pidfd_open(self._guard.pid)
     loop.add_reader(process, ended.set)
     try:
-      # The wait 'command' is bounded by the caller.
+      # Wait 'command': bounded by the caller.
       await ended.wait()
     finally:
       loop.remove_reader(process)

@@ -343,9 +343,9 @@ class Explorer:
       )
     )
     try:
-      # The wait 'collect' is bounded: `ready` completes within `collect_deadline_s`.
+      # Wait 'collect': bounded: `ready` completes within `collect_deadline_s`.
       await asyncio.wait({ready, self._running}, return_when=asyncio.FIRST_COMPLETED)
-      # The wait 'collect' is over already, because the awaited task is done.
+      # Wait 'collect': over already, because the awaited task is done.
       await (ready if ready.done() else self._running)
     finally:
       ready.cancel()  # This has no effect if `ready` is done.
@@ -439,7 +439,7 @@ class Explorer:
   async def _until(self, condition: Callable[[], bool]) -> None:
     while not condition():
       self._progress.clear()
-      await self._progress.wait()  # The wait 'collect' is bounded by the caller.
+      await self._progress.wait()  # Wait 'collect': bounded by the caller.
 
   async def _explore(self) -> None:
     try:
@@ -467,7 +467,7 @@ class Explorer:
           if unused := admitted - len(parked) - count:
             self._gate.give_back(unused)
             self._progress.clear()
-            # The wait 'collect' is bounded: the loop cancels this task.
+            # Wait 'collect': bounded: the loop cancels this task.
             await self._progress.wait()
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
@@ -537,7 +537,7 @@ class Explorer:
     waves.finish()
     while (taken := waves.takes(number)) is None:
       self._progress.clear()
-      # The wait 'collect' is bounded: the loop cancels this task.
+      # Wait 'collect': bounded: the loop cancels this task.
       await self._progress.wait()
     return taken
 

@@ -90,7 +90,7 @@ class Gate:
     """Waits until the engines serve a first version."""
     while self._served < 0:
       self._changed.clear()
-      # The wait 'gate' is bounded: the trainer's waits have deadlines.
+      # Wait 'gate': bounded: the trainer's waits have deadlines.
       await self._changed.wait()
 
   async def admit(self) -> int:
@@ -99,7 +99,7 @@ class Gate:
     """
     while self.capacity <= 0:
       self._changed.clear()
-      # The wait 'gate' is bounded: the trainer's waits have deadlines.
+      # Wait 'gate': bounded: the trainer's waits have deadlines.
       await self._changed.wait()
     groups = self.capacity
     self._started += groups

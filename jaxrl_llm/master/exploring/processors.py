@@ -143,7 +143,7 @@ class Processors:
     for name, processor in self._opened:
       if processed.members:
         result = processor(processed.members, step)
-        # The wait 'judge' is bounded by the processor's `deadline_s`.
+        # Wait 'judge': bounded by the processor's `deadline_s`.
         after, notes = await result if inspect.isawaitable(result) else (result, {})
         processed = _passed(processed, name, after, notes)
     return processed

@@ -107,7 +107,7 @@ class _Verifier:
 
   async def __call__(self, members: Sequence[Experience], step: int) -> Verified:
     asked = [m for m in members if self._options.ask == 'all' or m.reward.correct]
-    # The wait 'judge' is bounded by `deadline_s`.
+    # Wait 'judge': bounded by `deadline_s`.
     scores = await asyncio.gather(*map(self._score, asked))
     notes = {
       member.sample.uid: {'score': score, **({} if reason is None else {'reason': reason})}

@@ -74,7 +74,7 @@ class AwaitedScorer:
       async with self._scorer.open() as call:
         if not ready.done():  # `ready` is done if `start` has stopped waiting.
           ready.set_result(call)
-        # The wait 'scorer_closed' is unbounded: the scorer stays open until `close`.
+        # Wait 'scorer_closed': unbounded: the scorer stays open until `close`.
         await self._closing.wait()
     except (KeyboardInterrupt, GeneratorExit):
       raise

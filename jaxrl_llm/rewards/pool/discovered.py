@@ -86,7 +86,7 @@ class Discovered:
 
   async def _first_services(self) -> None:
     await self._check()
-    # The wait 'services' is bounded by SERVICES_DEADLINE_S, which the caller enforces.
+    # Wait 'services': bounded by SERVICES_DEADLINE_S, which the caller enforces.
     while not all(followed.addresses for followed in self._scorers):
       await asyncio.sleep(_LOOK_S)
       await self._check()
@@ -95,7 +95,7 @@ class Discovered:
     """Stops watching the registry, after any change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
-      # The wait 'live_file' is bounded by the duration of the change in progress.
+      # Wait 'live_file': bounded by the duration of the change in progress.
       await self._following
 
   async def _follow(self) -> None:

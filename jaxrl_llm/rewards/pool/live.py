@@ -90,7 +90,7 @@ class LiveFile:
     """Stops polling, after any change in progress has been applied."""
     self._closing.set()
     if self._following is not None:
-      # The wait 'live_file' is bounded by 'scorers_start', which bounds a change in progress.
+      # Wait 'live_file': bounded by 'scorers_start', which bounds a change in progress.
       await self._following
 
   async def _follow(self) -> None:

@@ -54,7 +54,7 @@ class PipeLock:
         poll.register(self._reader.fileno(), select.POLLIN)
         poll.poll(
           None if remaining is None else 1000 * remaining
-        )  # The wait 'turn' is bounded by `timeout`, which pebble passes.
+        )  # Wait 'turn': bounded by `timeout`, which pebble passes.
       self._holder = threading.get_ident()
     self._depth += 1
     return True

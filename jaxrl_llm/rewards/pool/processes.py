@@ -349,7 +349,7 @@ async def _answer(pool: pebble.ProcessPool, answer: concurrent.futures.Future) -
       await asyncio.wait({future}, timeout=CHECK_S)
       alive = pool.active
       if answer.done():  # `future` is done only after the event loop runs its callback.
-        return await future  # The wait 'score' is over already, because the result has arrived.
+        return await future  # Wait 'score': over already, because the result has arrived.
       if not alive:
         raise BrokenProcessPool('the pool ended without an answer')
   finally:
@@ -378,4 +378,4 @@ def _stop(pool: pebble.ProcessPool, answers_s: float) -> None:
       pool.join(answers_s)
       return
   pool.stop()
-  pool.join()  # The wait 'scorers_stop' is bounded by the caller.
+  pool.join()  # Wait 'scorers_stop': bounded by the caller.

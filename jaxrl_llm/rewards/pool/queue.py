@@ -79,7 +79,7 @@ class CallQueue:
     )
     self._waiting.setdefault((config.name, config.deadline_s), collections.deque()).append(call)
     self._schedule()
-    # The wait 'score' is bounded for each batch, and a worker takes the next batch after it.
+    # Wait 'score': bounded for each batch, and a worker takes the next batch after it.
     return await call.outcome
 
   def set_limit(self, limit: int) -> None:

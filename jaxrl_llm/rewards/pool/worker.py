@@ -69,7 +69,7 @@ def _die_with_owner() -> None:
   else:
 
     def watch() -> None:
-      parent.join()  # The wait 'owner' is unbounded: a worker lives as long as its owner.
+      parent.join()  # Wait 'owner': unbounded: a worker lives as long as its owner.
       os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -110,7 +110,7 @@ class UserFunction:
 
 
 async def _result(awaitable: Awaitable[Any]) -> Any:
-  # The wait 'score' is bounded by the call's deadline, at which this process is killed.
+  # Wait 'score': bounded by the call's deadline, at which this process is killed.
   return await awaitable
 
 

@@ -186,7 +186,7 @@ class Session:
       self._fail('the agent ended before its call was answered')
       self._let_go()
       try:
-        # The wait 'completion' is bounded by the engine's limits.
+        # Wait 'completion': bounded by the engine's limits.
         await asyncio.wait({self._acting})
       except asyncio.CancelledError:
         self.cancel()
@@ -283,7 +283,7 @@ class Session:
     stop = [text for text in request.stop if self._is_token(text)]
     self._acting = asyncio.ensure_future(self._episode.act(most, stop=stop))
     try:
-      # The wait 'completion' is bounded by the engine's limits.
+      # Wait 'completion': bounded by the engine's limits.
       await asyncio.wait({self._acting})
     except asyncio.CancelledError:
       self._fail('the agent hung up before its call was answered')

@@ -228,7 +228,7 @@ class EmbeddedEngine:
   async def close(self) -> None:
     if self._driver is not None:
       self._driver.cancel()
-      # The wait 'cancelled' is short, since the task has just been cancelled.
+      # Wait 'cancelled': short, since the task has just been cancelled.
       await asyncio.wait({self._driver})
     self._fail(RunError(f'engine {self.name}: closed'))
 
@@ -283,7 +283,7 @@ class EmbeddedEngine:
     self._wake.set()
     try:
       for _ in range(request.samples):
-        # The wait 'completion' is bounded by the waits 'collect' and 'suite'.
+        # Wait 'completion': bounded by the waits 'collect' and 'suite'.
         result = await queued.results.get()
         if isinstance(result, Exception):
           raise result
@@ -357,7 +357,7 @@ class EmbeddedEngine:
               if queued.left:
                 self._discard_results(queued)
         if turn is None:
-          # The wait 'request' is unbounded: an idle engine waits for its next request.
+          # Wait 'request': unbounded: an idle engine waits for its next request.
           await self._wake.wait()
     except Exception as error:
       logging.exception(

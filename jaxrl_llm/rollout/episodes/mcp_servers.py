@@ -171,7 +171,7 @@ class _Session:
         async with mcp.Client(transport) as client:
           limit.reschedule(None)
           self.client.set_result(client)
-          # The wait 'mcp_session' is bounded: the event loop cancels its tasks when it ends.
+          # Wait 'mcp_session': bounded: the event loop cancels its tasks when it ends.
           await self._leave.wait()
           limit.reschedule(asyncio.get_running_loop().time() + _CLOSE_S)
     except Exception as error:

@@ -87,7 +87,7 @@ class Episodes(abc.ABC):
     playing = [asyncio.ensure_future(self._played(place, sampling)) for place in places]
     try:
       for finished in asyncio.as_completed(playing):
-        # The wait 'played' is bounded by the limits of the group, the engine and the environment.
+        # Wait 'played': bounded by the limits of the group, the engine and the environment.
         yield await finished
     finally:
       for episode in playing:

@@ -206,7 +206,7 @@ class Crew:
     )
 
   async def _first_explorer(self) -> None:
-    while not self._leases.explorers:  # The wait 'first_explorer' is bounded by the caller.
+    while not self._leases.explorers:  # Wait 'first_explorer': bounded by the caller.
       if self._failure is not None:
         raise self._failure
       await asyncio.sleep(_CHECK_S / 5)
@@ -241,7 +241,7 @@ class Crew:
       for _ in range(samples):
         self._check()
         # A failed crew raises here.
-        # The wait 'sample' is bounded by the waits 'limits', 'collect' and 'suite'.
+        # Wait 'sample': bounded by the waits 'limits', 'collect' and 'suite'.
         result = await group.handed_in.get()
         if isinstance(result, Exception):
           raise result

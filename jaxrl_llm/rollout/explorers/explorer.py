@@ -249,7 +249,7 @@ async def _take_groups(
     task = asyncio.create_task(_run(link, lease, make(lease), order))
     under_way[lease] = task
     try:
-      # The wait 'explored' is bounded: the master ends the lease when the group reaches its limits.
+      # Wait 'explored': bounded: the master ends the lease when the group reaches its limits.
       await asyncio.wait({task})
       if not task.cancelled():
         task.result()

@@ -51,7 +51,7 @@ class Dispatcher:
     self.deal()
     try:
       # A finished request makes room, or `Fleet._watch` ends the engine.
-      # The wait 'place' is bounded by the deadlines of earlier requests and by `start_deadline_s`.
+      # Wait 'place': bounded by the deadlines of earlier requests and by `start_deadline_s`.
       return await future
     except asyncio.CancelledError:
       if future.done() and not future.cancelled() and future.exception() is None:

@@ -237,7 +237,7 @@ class Fleet:
 
   async def _follow(self, discovery: Discovery) -> None:
     """Reads the registry periodically, and lets servers join and leave."""
-    # The wait 'registry' is unbounded: the registry is watched as long as the fleet runs.
+    # Wait 'registry': unbounded: the registry is watched as long as the fleet runs.
     while self._failure is None:
       await asyncio.sleep(_LOOK_S)
       leases = await discovery.look()
@@ -276,7 +276,7 @@ class Fleet:
     self._changed.set()
 
   async def _see_off(self, replica: Replica, *, drain: bool) -> None:
-    # The wait 'leaving' is bounded by the deadlines of the requests in flight.
+    # Wait 'leaving': bounded by the deadlines of the requests in flight.
     while drain and replica.in_flight:
       await asyncio.sleep(_WATCH_S)
     await self._end(replica)
@@ -356,7 +356,7 @@ class Fleet:
       for replica in released:
         replica.state = ReplicaState.DOWN
         self._begin(replica, self._wake(replica), 'restore')
-      # The wait 'restored' is bounded by `max_restarts` times `start_deadline_s`.
+      # Wait 'restored': bounded by `max_restarts` times `start_deadline_s`.
       await asyncio.gather(
         *(self._repairs[replica] for replica in released), return_exceptions=True
       )
@@ -559,7 +559,7 @@ class Fleet:
     self._check_alive()
     while not self._is_served(version):
       self._changed.clear()
-      # The wait 'served' is bounded by `start_deadline_s`, which the watcher enforces.
+      # Wait 'served': bounded by `start_deadline_s`, which the watcher enforces.
       await self._changed.wait()
       self._check_alive()
     for replica in self.replicas:
@@ -653,7 +653,7 @@ class Fleet:
 
   async def _bring_in_or_end(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
     try:
-      # The wait 'restored' is bounded by `max_restarts` times `start_deadline_s`.
+      # Wait 'restored': bounded by `max_restarts` times `start_deadline_s`.
       await work
     except Exception:
       await self._end(replica)  # The memory and cores become available to the other servers.
@@ -751,7 +751,7 @@ class Fleet:
     ]
     try:
       for _ in samples:
-        # The wait 'completion' is bounded: each of `max_retries` tries has a deadline.
+        # Wait 'completion': bounded: each of `max_retries` tries has a deadline.
         result = await results.get()
         if isinstance(result, Exception):
           raise result
@@ -811,11 +811,11 @@ class Fleet:
     while failures <= self._config.max_retries:
       self.counts['retries'] += error is not None
       self._check_alive()
-      # The wait 'place' is bounded by the deadlines of earlier requests and by `_watch`.
+      # Wait 'place': bounded by the deadlines of earlier requests and by `_watch`.
       replica, life = await self._dispatcher.acquire(samples=request.sampling.temperature > 0)
       try:
         completion = await replica.generate(request, index, seed=self._seed, deadline_s=deadline_s)
-        # The wait 'settled' is bounded by the deadlines of the calls that publish a version.
+        # Wait 'settled': bounded by the deadlines of the calls that publish a version.
         await replica.settled.wait()
         if replica.life == life and all(
           segment.version in replica.proven for segment in completion.segments

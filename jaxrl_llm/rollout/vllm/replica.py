@@ -203,7 +203,7 @@ class Replica:
     Raises:
       UserError: the server cannot sleep.
     """
-    # The wait 'drained' is bounded by the deadlines of the requests in flight.
+    # Wait 'drained': bounded by the deadlines of the requests in flight.
     await self._drained.wait()
     self.forget()
     if how == 'destroy' and self.server is not None:
@@ -263,7 +263,7 @@ class Replica:
         self.paused_s = time.monotonic() - before
         if probe is not None:
           if publication.adapter is not None and self.on_cpu:
-            # The wait 'drained' is bounded by the deadlines of the requests in flight.
+            # Wait 'drained': bounded by the deadlines of the requests in flight.
             await self._drained.wait()
             self.paused_s = time.monotonic() - before
           await self._check_probe(probe, tolerance, deadline_s)

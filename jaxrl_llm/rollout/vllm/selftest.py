@@ -51,7 +51,7 @@ async def sampling_fault(
   places = asyncio.Semaphore(_AT_A_TIME)
 
   async def sample(request: Request, index: int) -> _Sampled:
-    # The wait 'place' is bounded by the deadlines of earlier requests.
+    # Wait 'place': bounded by the deadlines of earlier requests.
     async with places:
       completion = await server.generate(request, index, seed=0, deadline_s=deadline_s)
       tokens = [*request.prompt, *completion.tokens.tolist()]

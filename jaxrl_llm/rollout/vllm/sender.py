@@ -99,7 +99,7 @@ class Trainer:
     os._exit(0)
 
   def read(self) -> dict[str, Any]:
-    # The wait 'order' is unbounded: it lasts until the owner of this process sends a line or ends.
+    # Wait 'order': unbounded: it lasts until the owner of this process sends a line or ends.
     return json.loads(self._lines.get())
 
   def write(self, message: Mapping[str, Any]) -> None:

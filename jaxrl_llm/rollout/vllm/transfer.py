@@ -283,14 +283,14 @@ class SenderTransfer:
     try:
       self._orders.write(json.dumps(message).encode() + b'\n')
       await self._orders.drain()
-      # The wait 'sender' is bounded by `transfer_deadline_s`.
+      # Wait 'sender': bounded by `transfer_deadline_s`.
       if line := await self._answers.readline():
         return dict(json.loads(line))
     except ConnectionError:
       pass  # The sender has closed its stdin.
     except ValueError as error:
       raise Lost(f'{client.name}: its sender: {error}') from None
-    # The wait 'sender' is bounded by `transfer_deadline_s`.
+    # Wait 'sender': bounded by `transfer_deadline_s`.
     while self._child is child and child.is_running():
       await asyncio.sleep(_LOOK_S)
     if self._child is not child:

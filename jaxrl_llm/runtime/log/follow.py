@@ -148,7 +148,7 @@ class Follower:
 def main() -> int:
   """Runs the process until the run closes the socket; returns the exit code."""
   os.dup2(2, 1)  # Output of the writer goes to the log.
-  # The wait 'order' is unbounded: it lasts until the owner of this process sends a line or ends.
+  # Wait 'order': unbounded: it lasts until the owner of this process sends a line or ends.
   follower = Follower(json.loads(sys.stdin.readline()))
   last = False
   while not last:

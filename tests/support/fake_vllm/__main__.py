@@ -26,9 +26,9 @@ async def serve(server: FakeServer, *, uds: str | None, port: int) -> int:
     loop.add_signal_handler(number, stop.set)
   address = await server.start(uds=uds, port=port)
   print(f'fake vLLM server at {address}', flush=True)
-  # The wait 'signal' is unbounded, since the server runs until then.
+  # Wait 'signal': unbounded, since the server runs until then.
   waits = [asyncio.create_task(event.wait()) for event in (stop, server.ended)]
-  # The wait 'signal' is unbounded, since the server runs until then.
+  # Wait 'signal': unbounded, since the server runs until then.
   await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
   for wait in waits:
     wait.cancel()

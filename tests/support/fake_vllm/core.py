@@ -97,11 +97,11 @@ class Core:
       if call.params.prompt_logprobs is not None:
         call.tasks.append(asyncio.create_task(self._score(call)))
       call.tasks += [asyncio.create_task(self._complete(call, sample)) for sample in call.samples]
-      # The wait 'client' is bounded by the client, whose hang-up cancels it.
+      # Wait 'client': bounded by the client, whose hang-up cancels it.
       await asyncio.wait(call.tasks)
     finally:
       call.abort()
-      # The wait 'cancelled' is short, since the tasks have just been cancelled.
+      # Wait 'cancelled': short, since the tasks have just been cancelled.
       await asyncio.wait(call.tasks)
       self.calls.discard(call)
       self.finished.update(sample.finish for sample in call.samples)
@@ -165,7 +165,7 @@ class Core:
     params, finish = call.params, None
     slowness = self._latency.seconds(params.seed, sample.index)
     async with contextlib.aclosing(self.backend.draw(call.prompt, params, sample.index)) as pieces:
-      while finish is None:  # The wait 'client' is bounded by the client, whose hang-up cancels it.
+      while finish is None:  # Wait 'client': bounded by the client, whose hang-up cancels it.
         async with self._turn(call):
           drawn = await anext(pieces, None)
         if drawn is None:
@@ -175,7 +175,7 @@ class Core:
           )
         before = len(sample.tokens)
         finish = self._take(sample, drawn, params)
-        # The wait 'client' is bounded by the client, whose hang-up cancels it.
+        # Wait 'client': bounded by the client, whose hang-up cancels it.
         while (
           finish is None
           and self.faults.stall_at is not None
@@ -219,7 +219,7 @@ class Core:
 
   async def _until(self, reached: Callable[[], bool]) -> None:
     while not reached():
-      # The wait 'client' is bounded by the client, whose hang-up cancels it.
+      # Wait 'client': bounded by the client, whose hang-up cancels it.
       await self._changed.wait()
 
 

@@ -150,7 +150,7 @@ class FakeServer:
     for task in self._background:
       task.cancel()
     if self._background:
-      # The wait 'cancelled' is short, since the tasks have just been cancelled.
+      # Wait 'cancelled': short, since the tasks have just been cancelled.
       await asyncio.wait(self._background)
     await self._core.backend.close()
     if alive and self._uds is not None:
@@ -220,7 +220,7 @@ class FakeServer:
     if fault is Fault.DIE:
       await self.die()
     if fault in (Fault.HANG, Fault.DIE):
-      # The wait 'client' is bounded by the client, whose hang-up cancels it.
+      # Wait 'client': bounded by the client, whose hang-up cancels it.
       await asyncio.Event().wait()
     if fault is Fault.DELAY:
       await asyncio.sleep(self.faults.delay_s)
