@@ -15,7 +15,14 @@ COPY constraints constraints
 COPY launch launch
 COPY configs configs
 COPY jaxrl_llm jaxrl_llm
-RUN pip install --no-cache-dir --constraint constraints/py311.txt '.[math,reasoning-gym,datasets,logging]'
+# Some packages that reasoning-gym needs have no wheels, so pip compiles them.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && pip install --no-cache-dir --constraint constraints/py311.txt \
+      '.[math,reasoning-gym,datasets,logging]' \
+    && apt-get purge --yes --auto-remove gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --uid 1000 jaxrl && install --directory --owner=jaxrl /srv/jaxrl
 USER 1000

@@ -17,8 +17,14 @@ COPY constraints constraints
 COPY launch launch
 COPY configs configs
 COPY jaxrl_llm jaxrl_llm
-RUN pip install --no-cache-dir --constraint constraints/py311.txt \
-    '.[math,reasoning-gym,datasets,logging]' 'jax[tpu]'
+# Some packages that reasoning-gym needs have no wheels, so pip compiles them.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && pip install --no-cache-dir --constraint constraints/py311.txt \
+      '.[math,reasoning-gym,datasets,logging]' 'jax[tpu]' \
+    && apt-get purge --yes --auto-remove gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 
 # libtpu needs the devices of the host, which belong to root.
 # hadolint ignore=DL3002
