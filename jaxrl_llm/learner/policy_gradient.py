@@ -33,7 +33,7 @@ from jaxrl_llm.advantages.steps import Estimate, along_chains, chains, step_cred
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.batching.plan import Row
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.core.records.score import worth
+from jaxrl_llm.core.records.score import total_value
 from jaxrl_llm.learner.algorithm import (
   Algorithm,
   Annotation,
@@ -250,11 +250,11 @@ def _chains(rows: Sequence[Row]) -> list[list[int]]:
   )
 
 
-def worths(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float | None]:
-  """Returns each row's worth, which is its reward plus the rewards of its turns. Advantages per
-  sample are estimated from these worths.
+def totals(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float | None]:
+  """Returns each row's total, which is its reward plus the rewards of its turns. Advantages per
+  sample are estimated from these totals.
   """
-  return [worth(reward, row.turn_rewards) for row, reward in zip(rows, rewards, strict=True)]
+  return [total_value(reward, row.turn_rewards) for row, reward in zip(rows, rewards, strict=True)]
 
 
 def _group_advantages(
@@ -296,7 +296,7 @@ def compared(
   Args:
     credit: options of `step_credit`.
   """
-  values, groups = worths(rows, rewards), [row.group for row in rows]
+  values, groups = totals(rows, rewards), [row.group for row in rows]
   if not any(row.trajectory for row in rows):
     return estimate(values, groups)
   return step_credit(
@@ -311,8 +311,8 @@ def compared(
 
 
 def _mixed(config: PolicyGradientConfig, rows: Sequence[Row]) -> Bool[np.ndarray, 'rows']:
-  """Returns, for each row, whether its baseline averages at least two different worths. These
-  worths exclude length terms.
+  """Returns, for each row, whether its baseline averages at least two different totals. These
+  totals exclude length terms.
   """
   return _compared(config, rows, [row.reward for row in rows], unequal).advantages > 0
 

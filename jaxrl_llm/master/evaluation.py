@@ -250,7 +250,7 @@ class Evaluator:
         'truth': task.truth,
         'mode': mode,
         'sample_index': member.sample.sample_index,
-        'score': (score := member.reward.worth),
+        'score': (score := member.reward.total),
         'correct': score is not None and score >= suite.correct_at,
         'finish_reason': str(member.finish_reason),
         'response_len': member.response_len,

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from jaxrl_llm.config.values import from_json
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.records.score import Score, Status, worth
+from jaxrl_llm.core.records.score import Score, Status, total_value
 from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.types import Json
 
@@ -379,35 +379,35 @@ class Reward:
   """
 
   @property
-  def worth(self) -> float | None:
+  def total(self) -> float | None:
     """Sum of `value` and all turn values: the reward of the whole sample, from which algorithms
     with one advantage per sample compute that advantage. None if `value` is None.
     """
-    return worth(self.value, self.turn_values)
+    return total_value(self.value, self.turn_values)
 
 
 def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
   """Combines the scores of one sample into a reward.
 
-  The value of the reward is (Σ weightₛ · valueₛ) · Π weightₚ · worthₚ over the scores s of scorers
-  with combine 'sum' and the scores p of those with 'product'. The worth of a score is its value
-  plus the values of its turns. The reward is 0 if the worth of a 'gate' is below 1. An empty sum
+  The value of the reward is (Σ weightₛ · valueₛ) · Π weightₚ · totalₚ over the scores s of scorers
+  with combine 'sum' and the scores p of those with 'product'. The total of a score is its value
+  plus the values of its turns. The reward is 0 if the total of a 'gate' is below 1. An empty sum
   counts as 1. The values of turns are combined in the same way, with the factors of the whole
   sample. The value is None if `scores` is empty or any of the scores has no value.
   """
   by_name = {c.name: c for c in config.scorers}
   parts: dict[str, float] = {}
-  worths = [worth(score.value, score.turn_values) for score in scores]
-  for score, whole in zip(scores, worths):
+  totals = [total_value(score.value, score.turn_values) for score in scores]
+  for score, whole in zip(scores, totals):
     if whole is not None:
       parts[score.scorer] = whole
     parts.update({f'{score.scorer}/{name}': value for name, value in score.parts.items()})
   if not scores or any(s.value is None for s in scores):
     return Reward(value=None, parts=parts)
   added = [s for s in scores if by_name[s.scorer].combine == 'sum']
-  factor = math.prod(_factor(by_name[s.scorer], whole) for s, whole in zip(scores, worths))
+  factor = math.prod(_factor(by_name[s.scorer], whole) for s, whole in zip(scores, totals))
   decisive = config.correct_by or scores[0].scorer
-  decisions = [whole for s, whole in zip(scores, worths) if s.scorer == decisive]
+  decisions = [whole for s, whole in zip(scores, totals) if s.scorer == decisive]
   turns = [[by_name[s.scorer].weight * value for value in s.turn_values] for s in added]
   total = math.fsum(by_name[s.scorer].weight * s.value for s in added) if added else 1.0
   return Reward(

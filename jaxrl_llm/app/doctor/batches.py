@@ -372,9 +372,9 @@ def _signal(trial: StageTrial, config: StageConfig) -> Iterator[Finding]:
   groups: dict[str, list[float]] = {}
   single = isinstance(source, Rollouts) and source.group_size == 1
   for member in trial.samples:
-    if member.reward.worth is not None:
+    if member.reward.total is not None:
       key = '' if single else member.sample.group_id
-      groups.setdefault(key, []).append(member.reward.worth)
+      groups.setdefault(key, []).append(member.reward.total)
   flat = sum(max(rewards) == min(rewards) for rewards in groups.values())
   kept, dropped = len(groups), trial.dropped['dropped/groups']
   if not kept:

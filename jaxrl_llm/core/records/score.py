@@ -43,6 +43,6 @@ class Score:
   """Time that the scorer took, in seconds."""
 
 
-def worth(value: float | None, turn_values: Sequence[float]) -> float | None:
+def total_value(value: float | None, turn_values: Sequence[float]) -> float | None:
   """Returns an attempt's value plus the values of its turns; None if `value` is None."""
   return None if value is None else value + math.fsum(turn_values)

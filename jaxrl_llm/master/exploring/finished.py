@@ -140,7 +140,7 @@ def why_dropped(group: FinishedGroup, config: ExplorerConfig) -> str:
       f'{len(group.verified) - earlier} are masked by a processor '
       f'({", ".join(name for name, _ in config.processors) or "none is configured"})'
     )
-  rewards = [m.reward.worth for m in group.members]
+  rewards = [m.reward.total for m in group.members]
   return (
     f'rewards {rewards}, of which selection {config.selection.kind!r} accepts none; the tasks are '
     'too easy or too hard for this policy, or the group is too small'

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.core.records.score import Score, worth
+from jaxrl_llm.core.records.score import Score, total_value
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.rewards.api import (
@@ -63,7 +63,7 @@ def _check_verdict(rollout: Rollout, rewards: RewardsConfig) -> None:
       f'{verdict.evidence.get("error", "no reason given")}; only the scorer {ENVIRONMENT!r} '
       f'records this; add ScorerConfig(name={ENVIRONMENT!r}, weight=0) to rewards.scorers'
     )
-  if worth(verdict.value, verdict.turn_values) != 0:
+  if total_value(verdict.value, verdict.turn_values) != 0:
     raise RunError(
       f'rollout.workflow: sample {sample.uid} has a reward of the environment, which no scorer of '
       f'its taskset reads; add ScorerConfig(name={ENVIRONMENT!r}) to rewards.scorers'

@@ -247,7 +247,7 @@ def reward_std(options: VarianceOptions) -> Processor:
   """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
-    rewards = np.array([member.reward.worth for member in members], np.float64)
+    rewards = np.array([member.reward.total for member in members], np.float64)
     # The maximum and minimum are compared too, because due to rounding the standard deviation of
     # equal rewards may be slightly above 0.
     differ = rewards.max() > rewards.min() and rewards.std() > options.min_std

@@ -164,7 +164,7 @@ def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Exper
   if config.kind == 'all':
     return [*members]
   if config.kind == 'mixed':
-    return [*members] if len({m.reward.worth for m in members}) > 1 else []
+    return [*members] if len({m.reward.total for m in members}) > 1 else []
   if config.kind in ('margin', 'best', 'above'):
     return _by_reward(config, unmasked)
   correct = [m for m in unmasked if m.reward.correct]
@@ -185,12 +185,12 @@ def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Exper
 def _by_reward(config: SelectionConfig, members: Sequence[Experience]) -> list[Experience]:
   """Selects scorable samples by their rewards alone: the kinds 'margin', 'best' and 'above'."""
   if config.kind == 'above':
-    return [_demonstration(m) for m in members if m.reward.worth >= config.min_reward]
-  best = min(members, key=lambda m: (-m.reward.worth, m.response_len))
+    return [_demonstration(m) for m in members if m.reward.total >= config.min_reward]
+  best = min(members, key=lambda m: (-m.reward.total, m.response_len))
   if config.kind == 'best':
     return [_demonstration(best)]
-  worst = min(members, key=lambda m: (m.reward.worth, m.response_len))
-  return _pair(best, worst) if best.reward.worth - worst.reward.worth >= config.margin else []
+  worst = min(members, key=lambda m: (m.reward.total, m.response_len))
+  return _pair(best, worst) if best.reward.total - worst.reward.total >= config.margin else []
 
 
 def _demonstration(member: Experience) -> Experience:

@@ -76,7 +76,7 @@ class LentGroup:
   """
   generated: Generated = dataclasses.field(default_factory=Generated)
   """Completions that the engine has generated for this lease."""
-  spoiled_by: set[str] = dataclasses.field(default_factory=set)
+  evicted_holders: set[str] = dataclasses.field(default_factory=set)
   """Labels of explorers that were evicted while the group was lent to them. A label is an
   explorer's name without the part that is derived from its secret.
   """
@@ -190,14 +190,14 @@ class Leases:
 
   def _next(self, name: str) -> LentGroup | None:
     """Returns the first waiting group that this explorer may take, or None. A group is not lent to
-    an explorer whose label is in its `spoiled_by`, unless that set contains all connected
+    an explorer whose label is in its `evicted_holders`, unless that set contains all connected
     explorers.
     """
     label = _label(name)
     for group in self._waiting:
       if (
-        label not in group.spoiled_by
-        or {_label(other) for other in self._heard} <= group.spoiled_by
+        label not in group.evicted_holders
+        or {_label(other) for other in self._heard} <= group.evicted_holders
       ):
         return group
     return None
@@ -273,7 +273,7 @@ class Leases:
     self.counts['evicted'] += 1
     for group in self._lent.values():
       if group.holder == name:
-        group.spoiled_by.add(_label(name))
+        group.evicted_holders.add(_label(name))
     await self.give_up(name, f'was evicted: {why}')
 
   async def give_up_silent(self) -> list[str]:

@@ -57,14 +57,14 @@ class Discovery:
   """Finds a fleet's servers in a registry.
 
   Attributes:
-    wanted: number of servers that must be available before the run starts.
+    required: number of servers that must be available before the run starts.
   """
 
   def __init__(
     self,
     watch: Watch,
     *,
-    wanted: int,
+    required: int,
     fingerprint: Mapping[str, str],
     build: Callable[[str, str, int], Replica],
     tell: Callable[[str, str], None],
@@ -72,14 +72,14 @@ class Discovery:
     """
     Args:
       watch: reads the servers' leases from the registry.
-      wanted: number of servers that must be available before the run starts.
+      required: number of servers that must be available before the run starts.
       fingerprint: digests of the policy's model and tokenizer (see `fingerprint`).
       build: returns the replica of a server (the fleet's state of that server), given the server's
         name, address and number.
       tell: called with the name of a server and an event: 'joined', 'left', 'expired', 'refused' or
         'given up'.
     """
-    self.wanted, self.tell = wanted, tell
+    self.required, self.tell = required, tell
     self._watch, self._fingerprint, self._build = watch, fingerprint, build
     self._numbers = itertools.count()
     self._leases: dict[Replica, Lease] = {}

@@ -48,7 +48,7 @@ class Dispatcher:
     """
     future: asyncio.Future[tuple[Replica, int]] = asyncio.get_running_loop().create_future()
     self._waiting.append(_Place(future, samples))
-    self.deal()
+    self.dispatch()
     try:
       # A finished request makes room, or `Fleet._watch` ends the engine.
       # Wait 'place': bounded by the deadlines of earlier requests and by `start_deadline_s`.
@@ -61,9 +61,9 @@ class Dispatcher:
   def release(self, replica: Replica) -> None:
     """Counts a request as no longer in flight on its server, and dispatches waiting requests."""
     replica.in_flight -= 1
-    self.deal()
+    self.dispatch()
 
-  def deal(self) -> None:
+  def dispatch(self) -> None:
     """Dispatches waiting requests to servers that can take another request.
 
     At most `_BURST` requests are dispatched at a time, because starting hundreds of requests in one
@@ -82,7 +82,7 @@ class Dispatcher:
         replica.in_flight += 1
         replica.assigned += 1
         future.set_result((replica, replica.life))
-    asyncio.get_running_loop().call_soon(self.deal)
+    asyncio.get_running_loop().call_soon(self.dispatch)
 
   def _choose(self, *, samples: bool) -> Replica | None:
     """Returns the server for the next request, or None if none can take it."""

@@ -161,7 +161,7 @@ class Fleet:
     publication = self._current.publication
     whole = publication.base or publication
     cache = self._config.cpu_cache_gib << 30
-    live = [r for r in self.replicas if r.state in (ReplicaState.SERVING, ReplicaState.HELD)]
+    live = [r for r in self.replicas if r.state in (ReplicaState.SERVING, ReplicaState.UPDATING)]
     return sum(whole.nbytes + (cache if replica.on_cpu else 0) for replica in live)
 
   async def start(self) -> None:
@@ -203,12 +203,12 @@ class Fleet:
           self._match(discovery, await discovery.look(), start=True)
           health = await asyncio.gather(*(r.client.is_healthy() for r in self.replicas))
           answering = [replica for replica, healthy in zip(self.replicas, health) if healthy]
-          if len(answering) >= discovery.wanted:
+          if len(answering) >= discovery.required:
             break
           await asyncio.sleep(_LOOK_S)
     except TimeoutError:
       raise RunError(
-        f'engine {self.name}: {len(answering)} of {discovery.wanted} servers have registered in '
+        f'engine {self.name}: {len(answering)} of {discovery.required} servers have registered in '
         f'{discovery.directory} and answer within '
         f'rollout.vllm.start_deadline_s={self._config.start_deadline_s:g} s; start more with '
         f'jaxrl serve --registry={discovery.directory}, or lower rollout.vllm.discover'
@@ -363,7 +363,7 @@ class Fleet:
       self._check_alive()
       if self._current is not None:
         await self._until_serving(self._current.publication.version)
-    self._dispatcher.deal()
+    self._dispatcher.dispatch()
 
   async def _wake(self, replica: Replica) -> None:
     """Wakes or starts a server, and loads the current version into it."""
@@ -405,12 +405,12 @@ class Fleet:
       refusals = [
         r for r in await asyncio.gather(*(self._take(replica) for replica in live)) if r is not None
       ]
-      held = [replica for replica in live if replica.state == ReplicaState.HELD]
+      held = [replica for replica in live if replica.state == ReplicaState.UPDATING]
       if refusals and not self._is_served(publication.version):
         self._current = before
         for replica in held:
           self._serve(replica)
-        self._dispatcher.deal()
+        self._dispatcher.dispatch()
         raise RunError(
           f'version {weights.version} was not published, {self._version or "none"} stays: '
           f'{refusals[0]}'
@@ -429,7 +429,7 @@ class Fleet:
       # `pauses` is empty if the server that accepted the version has left again.
       self._seconds['perf/publish_pause_s'] = max(pauses, default=0.0)
       self._measure_publication(publication)
-    self._dispatcher.deal()
+    self._dispatcher.dispatch()
 
   def _measure_publication(self, publication: Publication) -> None:
     nbytes = publication.sent_bytes
@@ -461,11 +461,11 @@ class Fleet:
 
   async def _take(self, replica: Replica) -> str | None:
     """Updates a serving replica to the current version. If the server refuses the version, returns
-    the reason and leaves the replica in the state HELD. Otherwise returns None.
+    the reason and leaves the replica in the state UPDATING. Otherwise returns None.
     """
     if replica.state == ReplicaState.GONE:  # The server has just left.
       return None
-    replica.state = ReplicaState.HELD
+    replica.state = ReplicaState.UPDATING
     try:
       await self._transact(replica, self._current)
     except Refused as error:
@@ -579,7 +579,7 @@ class Fleet:
         if lost and replica.state == ReplicaState.SERVING:
           self._repair(replica, 'its process ended')
       if self._released is not None or any(
-        replica.state in (ReplicaState.SERVING, ReplicaState.HELD) for replica in self.replicas
+        replica.state in (ReplicaState.SERVING, ReplicaState.UPDATING) for replica in self.replicas
       ):
         served = loop.time()
       elif loop.time() - served > self._config.start_deadline_s:
@@ -636,7 +636,7 @@ class Fleet:
         if all(r.state == ReplicaState.GONE for r in self.replicas):
           self._fail(RunError(f'no engine left; the last: {error}'))
     self._changed.set()
-    self._dispatcher.deal()
+    self._dispatcher.dispatch()
 
   def _give_up(self, replica: Replica, error: BaseException) -> None:
     """Removes a discovered server from the fleet. It may rejoin later unless it is unsuitable for

@@ -33,7 +33,7 @@ class ReplicaState(enum.Enum):
   DOWN = 'down'
   """The server is starting, being checked or restarting, and does not serve."""
   SERVING = 'serving'
-  HELD = 'held'
+  UPDATING = 'updating'
   """The server is being updated to a new version, or has refused it, and gets no new requests."""
   RELEASED = 'released'
   """The server was stopped or put to sleep on purpose, because a memory phase needs its memory."""
@@ -161,7 +161,7 @@ class Replica:
     if self._state == ReplicaState.SERVING:
       return 'generate' if self._in_flight else 'idle'
     states = {
-      ReplicaState.HELD: 'publish',
+      ReplicaState.UPDATING: 'publish',
       ReplicaState.DOWN: 'down',
       ReplicaState.RELEASED: 'released',
     }

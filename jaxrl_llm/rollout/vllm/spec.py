@@ -124,7 +124,7 @@ def _discovery(config: VllmConfig, setting: EngineSetting) -> Discovery:
 
   return Discovery(
     Watch(registry, Kind.VLLM),
-    wanted=config.discover,
+    required=config.discover,
     fingerprint=fingerprint(setting.spec, setting.tokenizer.files.get('tokenizer.json')),
     build=build,
     tell=setting.on_server,

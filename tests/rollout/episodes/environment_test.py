@@ -331,4 +331,4 @@ def test_scores_are_added_multiplied_or_gate_the_rest(combines, value, turns):
   assert reward.value == pytest.approx(value)
   assert reward.turn_values == pytest.approx(turns)
   assert reward.parts == pytest.approx(WORTHS)
-  assert reward.correct is False, 'the first scorer decides, and its worth is below 1'
+  assert reward.correct is False, 'the first scorer decides, and its total is below 1'

@@ -94,7 +94,7 @@ class Job:
   def discovery(self, wanted):
     return Discovery(
       Watch(self.registry, Kind.VLLM),
-      wanted=wanted,
+      required=wanted,
       fingerprint=fingerprint(MODEL.spec, None),
       build=lambda name, address, _: Replica(
         name, client=VllmClient(address, name=name), server=None
