@@ -60,8 +60,8 @@ class Batches(Protocol):
     ...
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
-    """Waits for the next batch. Returns its rows, and counters such as `dropped/groups` of what
-    happened while it was collected.
+    """Waits for the next batch. Returns its rows, and counts of events during its collection, keyed
+    by name (such as `dropped/groups`).
     """
     ...
 
@@ -217,12 +217,12 @@ class RolloutBatches:
 
   async def score(self, verdicts: Mapping[str, Verdict]) -> bool:
     """Takes the reward model's verdicts on the samples that `unscored` returned, keyed by uid.
-    Returns whether the batch needs more rollouts, which then wait for `proceed`.
+    Returns whether the batch needs more rollouts; `proceed` starts them.
     """
     return await self.explorer.score(verdicts)
 
   def proceed(self) -> None:
-    """Continues to generate rollouts for the batch."""
+    """Lets the explorer start groups again, once the engine serves again."""
     self.explorer.proceed()
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
@@ -337,10 +337,11 @@ def _row(
 
 
 def with_digests(rows: list[Row], samples: Sequence[Sample]) -> list[Row]:
-  """Adds the digests of the prompts if a trajectory has several steps.
+  """If any trajectory has several steps, adds to each row the digest of its prompt. Otherwise,
+  returns the rows unchanged.
 
   Args:
-    samples: sample of each row.
+    samples: the sample of each row, in the same order.
   """
   if not any(row.trajectory for row in rows):
     return rows

@@ -188,10 +188,10 @@ class Evaluator:
     """
     Args:
       max_steps: maximum number of steps of a trajectory.
-      deadline_s: maximum time in seconds during which no task of the suite finishes. The evaluation
-        then fails.
-      take_tokens: returns the number of tokens that were generated for a group, given its name,
-        since the last call. If None, the tokens of the responses are counted instead.
+      deadline_s: maximum seconds without a finished task while a suite runs. If they pass, `run`
+        raises WaitExpired.
+      take_tokens: takes the name of a group, and returns the number of tokens that were generated
+        for the group since the last call. If None, the tokens of the responses are counted instead.
     """
     self._take_tokens = take_tokens
     self._workflow, self._scorers, self._rewards, self._events = workflow, scorers, rewards, events

@@ -1,17 +1,18 @@
 """Batches of rollouts that another run generates and shares while this run trains on them.
 
 The other run is only read (`replay.shared`). The groups that this run admits are copied into its
-own store, in the order in which they were shared, and keep their tokens, logprobs and rewards. The
-versions in their segments become those of this run, from whose exported weights they were
-generated, so that staleness is counted in this run's versions.
+own store, in the order in which they were shared, and keep their tokens, logprobs and rewards. A
+copied segment names the version of this run whose exported weights generated it, so staleness is
+counted in this run's versions.
 
 Invariants:
 - Which groups a batch contains depends only on the shared batches, their order, and which of them
   were void when they were read. A killed run therefore repeats its batches and weights bit for bit,
-  unless the other run made groups void meanwhile. Groups of weights that it does not repeat are
-  left out.
+  unless the other run made groups void meanwhile. It leaves out groups from exported weights that
+  it has not trained again.
 - The position in the shared batches is part of this run's commits.
-- A group that is copied ends trained, expired or dropped. A group that is left out is counted.
+- Each copied group ends in the state trained, expired or dropped. Groups that are left out are
+  counted.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ class _Group:
   uids: tuple[tuple[str, ...], ...]
   """uids of the steps of each trajectory."""
   attempt: int
-  """Start of the other run that shared the group."""
+  """Attempt (start) of the other run in which it shared the group."""
   step: int
-  """Step of the shared batch."""
+  """Step of the shared batch that contained the group."""
   key: str
   version: int
   """Step of the oldest weights that generated a trained token of the group."""
@@ -122,9 +123,9 @@ class FollowedBatches:
       tasks: tasks of the stage, keyed by uid.
       render: returns the tokens of a task's prompt.
       text: returns a sample's completion.
-      exported: returns the digest of the weights that this run has exported at a step; None if it
-        has exported none, or has undone that step since.
-      sleep: waits between two looks for new batches.
+      exported: takes a step, and returns the digest of the weights that this run has exported at
+        this step; None if it has exported none, or has undone the step since.
+      sleep: waits the given number of seconds between two looks for new batches.
     """
     self._config, self._shared, self._store = config, shared, store
     self._tasks, self._render, self._text = tasks, render, text
@@ -133,11 +134,11 @@ class FollowedBatches:
     self._visits: dict[str, int] | None = None
     """Number of copied groups of each task, keyed by the task's uid."""
     self._cursor: tuple[str, int | None, int] = ('', None, 0)
-    """Name of the other run's store, and start and step of its next batch."""
+    """Name of the other run's store; attempt and step of the next shared batch to read."""
     self._waiting: list[_Group] = []
     self._recent: dict[str, tuple[int, int]] = {}
-    """(start, step) of the shared batch of each trained group that the other run may still make
-    void, keyed by the group's key.
+    """(attempt, step) of the shared batch of each trained group, keyed by the group's key. Contains
+    only groups that the other run may still make void.
     """
     self._batch: list[_Group] = []
     self._counts: collections.Counter[str] = collections.Counter()
@@ -158,11 +159,12 @@ class FollowedBatches:
       self._visits = self._store.visits([self._config.stage])
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
-    """Returns the next batch: the groups that were shared first, of those that are not too old.
+    """Returns the next batch. Of the groups that are not too old, it contains those that were
+    shared first.
 
     Raises:
       WaitExpired: the other run did not share enough groups in time.
-      UserError: the other run does not fit this one.
+      UserError: the two runs do not match, for example in vocabulary, prompts or group size.
     """
     config = self._config
     asked = self._events.request(Edge.FETCH, source='followed')
@@ -236,7 +238,7 @@ class FollowedBatches:
         return False
       self._copy(self._read(*place))
     except (SegmentError, _Unreadable) as error:
-      # The other run may just be restarting, or a file may be restored.
+      # The other run may be restarting, or someone may still restore the file.
       if str(error) != self._warned:
         self._warned = str(error)
         logging.warning('%s: waiting, because %s', self._config.where, error)
@@ -282,8 +284,8 @@ class FollowedBatches:
     """Drops the waiting groups of void batches, and counts the trained ones.
 
     Args:
-      before: start whose batches were being read.
-      starts: (start, step) of the later starts.
+      before: attempt (start of the other run) whose batches were being read.
+      starts: (attempt, first step) of each later start of the other run.
     """
 
     def void(attempt: int, step: int) -> bool:
@@ -293,7 +295,7 @@ class FollowedBatches:
     self._waiting = [group for group in self._waiting if not void(group.attempt, group.step)]
     self._writer.drop(_uids(voided), VOIDED)
     self._counts['voided'] += len(voided)
-    # Groups of starts before `before` were counted when that start was found.
+    # Void groups of attempts before `before` were counted when attempt `before` was found.
     self._counts['voided_trained'] += sum(
       attempt >= before and void(attempt, step) for attempt, step in self._recent.values()
     )
@@ -336,7 +338,7 @@ class FollowedBatches:
   def _own_group(
     self, batch: SharedBatch, group: SharedGroup, trajectories: Sequence[Sequence[Sample]]
   ) -> _Group | None:
-    """Returns a group as one of this run; None if it is left out or too old."""
+    """Converts a shared group to a group of this run. Returns None if it is left out or too old."""
     config = self._config
     if len(group.trajectories) > config.group_size:
       raise UserError(
@@ -394,10 +396,10 @@ class FollowedBatches:
     self, batch: SharedBatch, steps: Sequence[Sample]
   ) -> dict[int, SharedVersion] | None:
     """Returns the exported versions that generated a trajectory, keyed by the attempt in its
-    segments; None if one of them is unknown, or this run was killed and has since then not trained
-    the same weights again.
+    segments. Returns None if a version is unknown, or if this run was killed and has not trained
+    the version's weights again.
 
-    Raises UserError if the other run follows another run than this one.
+    Raises UserError if the other run follows a third run instead of this one.
     """
     found = {}
     for attempt in {segment.version.attempt for step in steps for segment in step.segments}:
@@ -422,7 +424,7 @@ class FollowedBatches:
     versions: Mapping[int, SharedVersion],
     shared: SharedTrajectory,
   ) -> Experience:
-    """Returns a trajectory as one of this run."""
+    """Converts a shared trajectory to a trajectory of this run."""
     group = f'{self._config.stage}/{task.uid}/{visit}'
     trajectory = f'{group}/{steps[0].sample_index}'
 

@@ -46,8 +46,8 @@ from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 _ABANDON_S = 60.0
 """Maximum seconds for which a failing run waits for the commit in progress."""
 _WITHOUT_PEER_S = 5.0
-"""Maximum seconds for which it waits if another process has failed, because that process may never
-write its part.
+"""Maximum seconds for which a failing run waits for the commit if another process has failed. The
+failed process may never write its part.
 """
 _WARN_EVERY = 20
 """Minimum number of steps between two warnings about the same mismatch budget (see
@@ -139,7 +139,7 @@ async def write_step(
     step: number of batches that the run has completed.
     seconds: durations of the step's parts, keyed by the name of the part. `step` and `gen` are
       required.
-    spent: metrics of how the trainer spent its time and its memory, keyed by metric.
+    spent: metrics of the trainer's time and memory, keyed by name.
   """
   batches = logs.batches[stage.name]
   taken = batches.taken()
@@ -200,8 +200,8 @@ class RunKeeper:
       goodput_file: file for the seconds of this process; None in process 0, whose seconds are in
         the metrics.
       logs: outputs of process 0; None in the other processes.
-      needed: function of a step that returns the steps of those commits from whose weights later
-        stages start.
+      needed: takes a step of the run, and returns the steps of the commits that later stages start
+        from.
       generates: whether the run has evaluation suites. If so, the policy is published to the engine
         before each evaluation.
     """
@@ -269,8 +269,9 @@ class RunKeeper:
       raise error
 
   async def leave(self, state: LoopState, stage: Stage) -> None:
-    """Commits the completed batches unless a commit already contains them, and waits for it
-    (`settle`). Called when a signal is about to end the process.
+    """Waits for the commit in progress, then begins a commit of the completed batches unless one
+    already contains them. Called when a signal is about to end the process; the caller waits for
+    the new commit with `settle`.
     """
     with self._stopwatch.timed('save_checkpoint'):
       committed = await self._settled()

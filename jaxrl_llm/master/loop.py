@@ -1,8 +1,8 @@
 """Main loop, the same in every process.
 
-Each step publishes the policy if due, closes a batch (collects it and fixes its plan), annotates it
-(computes values such as advantages), updates the models, and calls the keeper, which writes
-metrics, evaluates and commits.
+Each step publishes the policy if a publication is due, closes a batch (collects it and fixes its
+plan), annotates it (computes values such as advantages), updates the models, and calls the keeper,
+which writes metrics, evaluates and commits.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ class LoopState:
   step: int
   """Number of batches that the run has completed."""
   moved: int = 0
-  """Number, counted from 1, of this attempt's last batch that changed the policy; 0 if none has."""
+  """Value of `step` after the last batch of this attempt that changed the policy; 0 if none has."""
   attempt: int = 0
-  """Attempt number in the versions of the weights. A stage that does not continue with the previous
-  stage's policy begins a new attempt.
+  """Attempt number in the versions of the policy (`Version.attempt`). It grows when the run starts,
+  when a stage does not continue with the previous stage's policy, and when the run takes the
+  weights of another run.
   """
   evaluated: bool = False
-  """Whether the evaluation at `step` is complete. True also if none is due."""
+  """Whether the evaluation at `step` is complete. In a run without evaluation suites, an evaluation
+  that is due counts as complete.
+  """
   stop: int = 0
   """Number of the signal that ends the run; 0 if there was none."""
 
@@ -84,16 +87,17 @@ class Versions(Protocol):
   """Exchanges versions of the weights with another run. Every process must make each call."""
 
   async def export(self, stage: Stage, state: LoopState) -> None:
-    """Exports the policy of `state` for the run that explores for this one, if an export is due
-    after this step of the stage. The first call exports always.
+    """If an export is due after this step of the stage, exports the policy of `state` for the run
+    that explores for this one. The first call always exports.
     """
     ...
 
   async def follow(self, stage: Stage, state: LoopState) -> LoopState:
     """Returns the state with the newest weights of the run that trains on this one's rollouts.
 
-    Waits for such weights if there are none, or if too many batches were explored with the last
-    ones. If a signal ends the wait, the returned state has its number in `stop`.
+    Returns `state` unchanged if there are no newer weights. If this run has taken no weights yet,
+    or has explored too many batches with the newest ones, waits for newer weights instead. If a
+    signal ends the wait, the returned state has its number in `stop`.
     """
     ...
 
@@ -121,7 +125,7 @@ class Parts:
   reward_model: RewardRole | None = None
   """Reward model that scores the rollouts of batches; None if the trainer has none."""
   versions: Versions | None = None
-  """None if the run neither follows another run nor exports weights to one."""
+  """Exchange of weights with another run; None if the run works alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +206,7 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
         process.events.advance(state.step)
       state = await parts.keeper.after_step(state, stage, batch, updated)
       with process.stopwatch.timed('record'):
-        # Frees the arrays, so that they do not share device memory with the next rollouts.
+        # Frees the arrays, so that the next rollouts can use their device memory.
         del batch, updated
     if state.stop:
       await parts.keeper.leave(state, stage)
@@ -322,8 +326,9 @@ async def score_rollouts(
   *,
   phases: Phases = RESIDENT,
 ) -> LoopState:
-  """Scores the rollouts of the next batch with the trainer's reward model, in rounds. If groups are
-  dropped by their scores, the rollout phase is entered again, and another round follows.
+  """Scores the rollouts of the next batch with the trainer's reward model, in rounds, and returns
+  the new state. If groups are dropped because of their scores, the engine generates others in their
+  place, and another round scores these.
 
   Args:
     batches: source of the batch in process 0; None in the other processes.

@@ -5,8 +5,8 @@ Invariant: when a phase begins, the devices hold exactly the roles that compute 
 configured to stay resident. The ledger of device memory records this for each role. Moving a role
 preserves every bit, so phases do not change a run's results.
 
-The three phases and the moves between them follow the figure in DeepSeek-R1 (arXiv:2501.12948,
-appendix B.1).
+The phases of rollout, inference and training, and the moves of roles between them, follow the
+figure in DeepSeek-R1 (arXiv:2501.12948, appendix B.1).
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ in files of the run directory.
 class PhasesConfig:
   """Memory phases: the location of each role while the current phase does not compute with it.
 
-  The engine generates rollouts, which the trainer's reward model scores if there is one. Rows are
-  then scored by the reference and the critic, and also by the policy if a batch has several
-  optimizer steps. Updates need the policy, the critic and their optimizers. Phases are refused at a
-  staleness bound above 0, because rollouts and updates then overlap in time.
+  The engine generates rollouts, which the trainer's reward model scores if there is one. Forward
+  passes over a closed batch then need the reference and the critic, and also the policy if the
+  batch has several optimizer steps. Updates need the policy, the critic and their optimizers.
+  Phases are refused at a staleness bound above 0, because rollouts and updates then overlap in
+  time.
   """
 
   policy: Residency = 'offload'
@@ -65,8 +66,8 @@ class PhasesConfig:
   engine: Literal['resident', 'sleep', 'destroy'] = 'destroy'
   """Treatment of the engine outside the rollout phase. vLLM servers owned by the run are stopped
   and restarted with 'destroy'; with 'sleep', they free weights and cache but their processes keep
-  running (requires `rollout.vllm.args.enable_sleep_mode`). The embedded engine frees its cache with
-  both, and moves its weights to host memory.
+  running (requires `rollout.vllm.args.enable_sleep_mode`). With either value, the embedded engine
+  frees its cache and moves its weights to host memory.
   """
 
 
@@ -247,7 +248,7 @@ class MemoryPhases(Phases):
     return self._read_reward_model()
 
   async def _in_memory(self, learned: Learned) -> Learned:
-    """Reads those roles that are committed and stored in files into host memory."""
+    """Reads into host memory the roles that a commit contains and whose arrays are in files."""
     for role, tree in roles_of(learned).items():
       stored = any(isinstance(leaf, memory.StoredArray) for leaf in jax.tree.leaves(tree))
       if stored and role != REWARD_MODEL:
@@ -296,8 +297,8 @@ class MemoryPhases(Phases):
     self._process.events.reply(asked, bytes=self._engine.device_bytes)
 
   async def _enter_in_ledger(self, phase: Phase, learned: Learned) -> None:
-    """Records in the ledger how many bytes of a device's memory each role uses, and everything else
-    together.
+    """Records in the ledger the bytes of one device's memory that each role uses, and the bytes
+    that everything else uses together.
     """
     device = self._ledger_device
     total = await self._process.device.run(memory.live_bytes, device)

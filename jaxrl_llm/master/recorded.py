@@ -100,8 +100,9 @@ class RecordedGroups:
     return [self._members[i][0] for i in self._groups[group]]
 
   def recall(self, rows: Sequence[Row]) -> dict[str, Experience]:
-    """Returns the rollouts of these rows, keyed by uid; each step of a trajectory has its uid as a
-    key. Raises UserError if the task of a rollout is no longer in a taskset of the stage.
+    """Returns the rollouts of these rows, keyed by uid. A trajectory of several steps is listed
+    under the uid of each step. Raises UserError if the task of a rollout is no longer in a taskset
+    of the stage.
     """
     samples = self._reader.read([(self._name, row.index) for row in rows])
     trajectories: dict[str, list[tuple[Row, Sample]]] = {}

@@ -28,7 +28,9 @@ from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, spread
 
 _OWN_PREFIXES = ('partial/', 'explore/', 'perf/')
-"""Prefixes of a plan's counters that are metrics under their own name."""
+"""Counters of a plan that begin with one of these are metrics under their own names. The names of
+other counters get the prefix `run/`.
+"""
 _CONTEXT_CHARACTERS = 20_000
 """Maximum number of characters of a prompt or observation in a rollout row. The middle of a longer
 one is left out.
@@ -117,8 +119,8 @@ def _shaped(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float]
 
 
 def _partial_metrics(rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, Metric]:
-  """Returns the number of batches over which the samples were generated, and the fraction of
-  sampled tokens that is trained on.
+  """Returns statistics of the number of batches over which each sample was generated, and the
+  fraction of sampled tokens that is trained on.
   """
   return {
     **spread(

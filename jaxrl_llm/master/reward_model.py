@@ -1,5 +1,5 @@
-"""Scores answers with a trained reward model on a mesh: those of requests as they arrive, and those
-of a run's rollouts.
+"""Scores answers with a trained reward model on a mesh: answers in requests as they arrive
+(`Batcher`), and a run's rollouts (`RewardRole`).
 
 Sequences are packed into arrays of one fixed shape, so that the model's program compiles once.
 """
@@ -64,7 +64,7 @@ class ScoringPass:
       chunk_len=chunk_len,
     )
     self.program = build_score(model, mesh, token_chunk=chunk_len)
-    # A process can read only what is on its own devices.
+    # Replicates the scores, because a process can read only arrays on its own devices.
     self._whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))
 
   def score(self, params: Params, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -132,8 +132,8 @@ class RewardRole:
   def render(self, members: Sequence[Experience]) -> list[Rendered]:
     """Returns the tokens of each sample's prompt and completion. Only process 0 may call this.
 
-    Samples are rendered from their texts, as by a reward model that is served, because the reward
-    model may have another tokenizer than the policy.
+    Samples are rendered from their texts, because the reward model's tokenizer may differ from the
+    policy's. A served reward model (`jaxrl serve`) renders them in the same way.
     """
     return [self._rendered(member) for member in members]
 
@@ -150,8 +150,8 @@ class RewardRole:
   def score(self, params: Params, sequences: Sequence[Sequence[int]]) -> list[float | None]:
     """Returns the score of each sequence, in order; None for an empty sequence.
 
-    The sequences are cut into passes in the given order, so the result depends on nothing else.
-    Every process must call this with the same sequences.
+    Each pass takes the next sequences in the given order, so the scores depend on the arguments
+    alone. Every process must call this with the same sequences.
     """
     present = [i for i, sequence in enumerate(sequences) if sequence]
     scores: list[float | None] = [None] * len(sequences)

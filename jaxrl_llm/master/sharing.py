@@ -71,8 +71,8 @@ class SharingBatches(RolloutBatches):
 
   def trained(self, plan: StepPlan) -> None:
     super().trained(plan)
-    # A commit that contains this batch begins later. If the process is killed before it, the
-    # opening of the next start makes the batch void.
+    # A later commit contains this batch. If the process is killed before that commit, the opening
+    # (`replay.shared.Opening`) of the next start makes the batch void.
     self._unshared.share()
 
   def _batch(self, rows: list[Row]) -> SharedBatch:

@@ -67,8 +67,8 @@ class Stage:
   minibatches: int
   epochs: int
   evaluate_every: int | None
-  """Number of steps between evaluations. The end of the stage is always evaluated; if this is None,
-  no other step of the stage is.
+  """Number of steps between evaluations; None to evaluate only the end of the stage. The end of the
+  stage is always evaluated.
   """
   explores: bool
   """Whether the stage's batches are the policy's own rollouts."""
@@ -122,7 +122,9 @@ class Updated(NamedTuple):
   moved: bool
   """Whether any optimizer step of the batch changed the policy."""
   late: frozenset[int] = frozenset()
-  """Rows whose logprobs were computed after an optimizer step of this batch on other rows."""
+  """Plan row numbers of the rows whose logprobs were computed after an optimizer step of this batch
+  on other rows.
+  """
 
 
 class Roles(NamedTuple):
@@ -387,8 +389,8 @@ class StageTrainer:
   def _at_reference(
     self, learned: Learned, batch: Batch, packed: PackedStep
   ) -> dict[str, np.float32]:
-    """Returns the scalar `AT_REFERENCE` of an optimizer step. The dictionary is empty if the
-    learner keeps no reference.
+    """Returns the scalar `AT_REFERENCE` of an optimizer step: whether the policy still equals the
+    reference. The dictionary is empty if the learner keeps no reference.
     """
     if not self._stage.algorithm.keeps_reference:
       return {}
@@ -511,8 +513,8 @@ class StageTrainer:
     }
 
   def _refreshed(self, learned: Learned, done: int) -> Learned:
-    """Returns the learned state. If the algorithm's rule requires it after `done` completed
-    batches, the reference model in it is updated.
+    """Updates the reference model if the algorithm's rule requires it after `done` completed
+    batches. Returns the learned state.
     """
     rule = self._stage.algorithm.reference
     if 'reference' not in self._stage.algorithm.reads:
