@@ -24,6 +24,8 @@ _STOP_S = 45.0
 """
 _REAP_S = 10.0
 """Maximum seconds to read the exit code of a guard that has ended."""
+LOG_BYTES = 64 << 20
+"""Default maximum size in bytes of a child's log."""
 _TAIL_BYTES = 1 << 20
 """Maximum number of bytes read from the end of a log."""
 _GUARD_SAYS, _NOT_STARTED = 'guard:', ' cannot be started: '
@@ -40,7 +42,7 @@ class Child:
     name: str,
     *,
     log: pathlib.Path,
-    log_bytes: int | None = None,
+    log_bytes: int = LOG_BYTES,
     remove: Sequence[pathlib.Path] = (),
     grace_s: float = 5.0,
   ):
@@ -48,8 +50,8 @@ class Child:
     Args:
       name: name of the child in messages.
       log: file to which the child's output is appended.
-      log_bytes: approximate maximum size of this file, of which then only the end is kept; None for
-        no limit.
+      log_bytes: approximate maximum size of this file in bytes. When the file is larger, only its
+        end is kept.
       remove: files and directories that the guard removes if this process dies.
       grace_s: seconds between SIGTERM and SIGKILL.
     """
@@ -106,7 +108,7 @@ class Child:
       str(GUARD),
       f'--log={self.log}',
       f'--grace_s={self._grace_s:g}',
-      *([f'--log_bytes={self._log_bytes}'] if self._log_bytes is not None else []),
+      f'--log_bytes={self._log_bytes}',
       *orphaned,
     ]
     self._guard = subprocess.Popen(

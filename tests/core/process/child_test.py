@@ -1,0 +1,28 @@
+"""A child's log is bounded, and its lines are read from what the log still holds."""
+
+import asyncio
+import os
+import sys
+
+from jaxrl_llm.core.process import child
+
+PRINTS = 'for i in range(40_000): print(f"{i:099}")'
+
+
+def test_of_a_log_above_its_maximum_the_end_is_kept(tmp_path):
+  log = tmp_path / 'logs' / 'child.log'
+  started = child.Child('child', log=log, log_bytes=100_000)
+  started.start([sys.executable, '-c', PRINTS], os.environ, first_line='the first line')
+  assert asyncio.run(started.wait()) == 0
+  asyncio.run(started.stop(owner='the test'))
+  assert log.stat().st_size <= 100_000
+  lines = started.lines()
+  assert lines[-1] == f'{39_999:099}' and 'the first line' not in lines
+
+
+def test_every_child_has_a_maximum(tmp_path):
+  started = child.Child('child', log=tmp_path / 'child.log')
+  started.start([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ)
+  command = open(f'/proc/{started.pid}/cmdline').read().split('\0')
+  asyncio.run(started.stop(owner='the test'))
+  assert f'--log_bytes={child.LOG_BYTES}' in command
