@@ -18,6 +18,8 @@ from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.runtime import events
+from jaxrl_llm.runtime.events import Edge
 
 pytestmark = pytest.mark.acceptance
 A, B = Version(0, 0), Version(0, 1)
@@ -218,3 +220,46 @@ def test_the_quickstarts_job_learns_on_two_servers(tmp_path, seed):
       | {k: float(np.median([r[k] for r in rows])) for k in keys}
     )
   )
+
+
+def test_servers_that_memory_phases_destroy_in_each_step_lose_nothing(tmp_path):
+  """Every server start is one of the plan, none a failure; the servers get the newest weights."""
+  run, steps = tmp_path / 'run', 3
+  job.train(run, *phased(steps), timeout_s=1800)
+  report = audit(run / 'replay')
+  assert report.ok and report.states['trained'] == 24 * steps, report.lines
+  trained = [row for row in job.rows(run) if 'actor/pg_loss' in row]
+  assert len(trained) == steps and not any(row['run/engine_restarts'] for row in trained)
+  assert max(row['rollout_corr/k3_kl'] for row in trained) < 1e-6
+  moved = [
+    event.edge
+    for event in events.read(run / events.FILE)
+    if event and event.kind == 'request' and event.edge in (Edge.RELEASE, Edge.RESTORE)
+  ]
+  assert min(moved.count(Edge.RELEASE), moved.count(Edge.RESTORE)) >= steps
+
+
+def test_a_batch_of_memory_phases_gives_the_update_of_a_resident_run(tmp_path):
+  """The resident run trains on the recorded groups of the other, which fill one batch."""
+  run, resident = tmp_path / 'phased', tmp_path / 'resident'
+  job.train(run, *phased(1), timeout_s=1800)
+  source = {'@type': 'Recorded', 'tasksets': ['train'], 'groups_per_batch': 6, 'group_size': 4}
+  source |= {'run': str(run), 'stage': 'grpo'}
+  job.train(resident, *short(1), f'--config.stages.grpo.source={json.dumps(source)}')
+  wanted, result = job.newest_arrays(run), job.newest_arrays(resident)
+  assert wanted.keys() == result.keys()
+  for name, (dtype, shape, content) in wanted.items():
+    assert result[name][:2] == (dtype, shape)
+    if dtype == 'float32':
+      values = [np.frombuffer(x, dtype) for x in (content, result[name][2])]
+      np.testing.assert_allclose(*values, atol=1e-6, err_msg=name)
+
+
+def short(steps):
+  """Flags of a stage of GRPO with few steps, without evaluations, for which servers would start."""
+  stage = (f'--config.stages.grpo.steps={steps}', '--config.stages.grpo.evaluate_every=null')
+  return (*stage, '--config.evaluation=[]')
+
+
+def phased(steps):
+  return (*OWNED, '--config.rollout.vllm.servers=1', '--config.phases={}', *short(steps))
