@@ -6,9 +6,9 @@ parked, it has no place in a batch and does not use the gate's capacity. When it
 arrived, it takes the place of the next group that would have started. A group whose verdicts do not
 arrive in time is dropped.
 
-Invariant: when such a group joins a batch, none of its tokens is older than `max_age_versions`
-batches. Arrival times depend on clocks, so each group that joins a batch, or is dropped because it
-is too late, counts as a clock decision.
+Invariant: when a group joins a batch after its wait, none of its tokens is older than
+`max_age_versions` batches. Arrival times depend on clocks, so each group that joins a batch, or is
+dropped because it is too late, counts as a clock decision.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ BatchPolicyName = Literal['in_order', 'complete_first']
 
 
 class Candidate(NamedTuple):
-  """A started group that is not part of a batch yet and is not parked. A parked group is a partial
-  rollout that waits until a later batch continues it.
+  """A started group that is not part of a batch yet and is not parked. A parked group waits for
+  delayed rewards, or until a later batch continues it.
   """
 
   number: int

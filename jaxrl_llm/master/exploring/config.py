@@ -24,9 +24,9 @@ class ExplorerConfig:
   drawn it) are included in this stage's count of the task's visits.
   """
   restarted: int = 0
-  """Number of batches that the run had completed when it last branched with `--reset_data`, so that
-  the stage draws its tasks again from the first one on; 0 if it never did. The stage's visits of
-  tasks before that point are included in the count of visits too.
+  """Number of batches that the run had completed when it last branched with `--reset_data`; 0 if it
+  never did. In the branch, the stage draws its tasks from the first one again. The stage's earlier
+  visits of a task are included in the count of visits too.
   """
   first_step: int = 0
   """Number of batches that the run completes before the stage."""
@@ -60,8 +60,9 @@ class ExplorerConfig:
   one more is dropped, the run fails.
   """
   max_rounds: int = 8
-  """Maximum number of times that more groups are generated for a batch because the trainer's reward
-  model has scored it and groups were then dropped. After that, the run fails.
+  """Maximum number of further rounds of rollouts for a batch, which replace groups that were
+  dropped after the trainer's reward model had scored them. If a batch needs more rounds, the run
+  fails.
   """
   limits: TaskLimits = TaskLimits()
   collect_deadline_s: float = 3600.0

@@ -61,8 +61,8 @@ from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
 SPLIT = 'split_trajectories'
-"""Name of the counter of trajectories of several steps in a batch. The counter is absent if the run
-does not permit several steps.
+"""Name of the counter of those trajectories of a batch that have several steps. The counter is
+absent if `max_steps` is 1.
 """
 _MAX_FAILURES = 60
 """Number of consecutive failures to read the inbox after which the run ends."""
@@ -82,9 +82,7 @@ class Drawn(NamedTuple):
   places: dict[str, Ref]
   """Location of each sample in the store's sealed segment files, keyed by uid."""
   counts: dict[str, int]
-  """Counters of what happened while the batch was collected, such as the number of dropped
-  groups.
-  """
+  """Counts of events while the batch was collected, such as dropped groups, keyed by name."""
 
 
 class Explorer:
@@ -204,7 +202,7 @@ class Explorer:
       unfinished_groups = {group.name for group in self._groups.all} | self._returned
       if self._awaiting is not None:
         unfinished_groups |= self._awaiting.kept(self._config.stage)
-      # Only these samples of earlier attempts can be unfinished.
+      # Of the samples of earlier attempts, only partial and awaiting ones can be unfinished.
       live = [
         entry
         for entry in self._store.live()
@@ -262,7 +260,7 @@ class Explorer:
 
   async def collect(self) -> tuple[list[Experience], dict[str, int]]:
     """Waits for the new groups of the next batch. Returns the samples selected from them, and
-    counters of what happened meanwhile.
+    counts of events meanwhile, keyed by name.
 
     Raises:
       WaitExpired: the groups did not finish within `collect_deadline_s`, extended by the maximum
@@ -369,7 +367,7 @@ class Explorer:
     if self._gate.is_full and not self._groups.running:
       self._give_up_parked()
     if self._config.partial is not None:
-      for name in ('cut', 'continued', 'returned'):  # These keys are always present.
+      for name in ('cut', 'continued', 'returned'):  # Every batch has these keys.
         self._counts[f'partial/{name}'] += 0
       self._counts['partial/open'] = len(self._groups.parked)
     if self._awaiting is not None:
@@ -379,7 +377,7 @@ class Explorer:
     return batch, counts
 
   def complete(self, uids: Sequence[str], experts: Sequence[Issue] = ()) -> None:
-    """Records that the batch is complete.
+    """Records that the run has completed the batch that `next` returned last.
 
     Args:
       uids: uids of the rollouts that the batch trained on.
@@ -399,8 +397,8 @@ class Explorer:
       self._counts['dropped/given_up'] += self._abandon(parked)
 
   def _give_up_surplus(self) -> None:
-    """Drops the newest groups if the stage was shortened and its batches need fewer than have
-    started. This happens before any group runs, so the choice does not depend on timing.
+    """Drops the newest groups if the stage was shortened and more groups have started than its
+    batches need. This happens before any group runs, so the choice does not depend on timing.
     """
     if surplus := self._gate.surplus:
       newest = [candidate.number for candidate in self._groups.candidates][-surplus:]
@@ -504,8 +502,8 @@ class Explorer:
     self._progress.set()
 
   def _adopt(self, groups: Sequence[StartedGroup]) -> list[StartedGroup]:
-    """Finds groups whose samples already wait for rewards in the store, because a crash has undone
-    the run's progress since, and parks these groups. Returns the other groups.
+    """Parks the groups whose samples already wait for rewards in the store. They began to wait
+    before a crash that undid the run's own progress. Returns the other groups.
     """
     kept = self._awaiting.kept(self._config.stage) if self._awaiting is not None else set()
     for group in groups:
@@ -706,8 +704,8 @@ class Explorer:
   def _admit(
     self, group: StartedGroup, members: list[Experience], processed: Processed | None
   ) -> None:
-    """Stores a group whose samples are generated. Then finishes the group unless it waits for
-    rewards.
+    """Takes a group whose samples are generated, and finishes it unless it must wait for delayed
+    rewards or for the trainer's reward model.
 
     Args:
       processed: result of the processors. If None, they run when the group is finished.
@@ -744,7 +742,7 @@ class Explorer:
     on.
 
     Args:
-      store: writes those samples and scores to the store that it does not contain yet.
+      store: adds the group's samples and scores to the store, as far as the store lacks them.
       processed: result of the processors. If None, they run now.
     """
     config = self._config
@@ -775,7 +773,7 @@ class Explorer:
     self._progress.set()
 
   def _discard(self, group: StartedGroup, kept: int) -> None:
-    """Counts the tokens that were generated for a group but not kept as discarded.
+    """Counts as discarded the tokens that were generated for a group but are not kept.
 
     Args:
       kept: number of the group's tokens that are kept, in samples or as spans.

@@ -88,12 +88,12 @@ def judge_by_trainer(
   scorers: ScorerPool,
   rewards: RewardsConfig,
 ) -> list[Experience]:
-  """Adds the scores of the trainer's reward model to a group, as `judge_group` does for those of
-  group scorers.
+  """Adds the scores of the trainer's reward model to the members of a group. Returns the members,
+  in the given order, with all their scores and their final rewards.
 
   Args:
     members: members of the group, with their other scores.
-    verdicts: verdicts of the reward model, keyed by uid.
+    verdicts: verdicts of the reward model, keyed by the members' uids.
   """
   order = {config.name: place for place, config in enumerate(rewards.scorers)}
   scores = [

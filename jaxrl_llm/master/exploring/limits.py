@@ -9,8 +9,9 @@ from jaxrl_llm.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskLimits:
-  """Time limits of a group, from its request to its last score. A group that exceeds them is
-  dropped, and another group replaces it.
+  """Time limits of a group, from its request to its last score. A try (one run of the group) that
+  exceeds a limit is ended. If no retry is left, the group is dropped, and another group replaces
+  it.
 
   Since the limits depend on the clock, a run in which a limit ends a try is not reproducible bit
   for bit. The metric `run/clock_decisions` counts these tries.

@@ -16,15 +16,15 @@ class Outcomes:
 
   They are reported when a batch closes, in order of the groups' numbers. If the gate's bound is 0,
   the sampler has then drawn all tasks of this batch and none of the next, so its choices do not
-  depend on timing. If the bound is larger, they may: the replacement of a dropped group of a later
-  batch may be drawn before or after the report.
+  depend on timing. If the bound is larger, its choices may depend on timing: it may draw the
+  replacement of a dropped group of a later batch before or after the report.
   """
 
   def __init__(self, sampler: TaskSampler, *, in_order: bool):
     """
     Args:
-      in_order: whether batches take groups in the order in which they started. This is not so with
-        partial rollouts, delayed rewards or a batch policy other than 'in_order'.
+      in_order: whether batches take groups in the order in which they started. False with partial
+        rollouts, delayed rewards or a batch policy other than 'in_order'.
     """
     self._sampler, self._in_order = sampler, in_order
     self._outcomes: dict[int, Outcome] = {}
@@ -38,8 +38,8 @@ class Outcomes:
     self._outcomes.pop(number, None)
 
   def report(self, last: int, started: Container[int]) -> None:
-    """Reports the outcomes of the groups with numbers up to `last`. If batches do not take groups
-    in order, reports those of all groups that are in a batch or dropped instead.
+    """Reports the outcomes of the groups with numbers up to `last` if batches take groups in order.
+    Otherwise, reports the outcomes of all groups that are in a batch or dropped.
 
     Args:
       last: number of the last group in the batch.

@@ -52,8 +52,8 @@ class PartialConfig:
   updates. 'last_k' and 'all' need a `bound` above 0.
   """
   last_k: int | None = None
-  """Number of consecutive versions of the weights whose tokens enter the loss 'last_k', which
-  requires it. The value 1 is the same as 'current_only'.
+  """Number of consecutive versions of the weights whose tokens enter the loss. Set it if `loss` is
+  'last_k', and only then. The value 1 has the same effect as 'current_only'.
   """
 
   def __post_init__(self):

@@ -134,8 +134,8 @@ class Processors:
       yield
 
   async def run(self, members: Sequence[Experience], step: int) -> Processed | None:
-    """Runs the processors like `process` if any of them asks a model, otherwise returns None.
-    Processors that ask no model run without waiting when the group is finished.
+    """Runs the processors like `process` if any of them asks a model. Otherwise returns None: the
+    caller then runs them with `process`, which needs no wait.
     """
     if not any(isinstance(processor, ModelProcessor) for _, processor in self._processors):
       return None

@@ -65,8 +65,8 @@ class GroupRunner:
   ):
     """
     Args:
-      take_tokens: returns the number of tokens that were generated for a group, given its name,
-        since the last call. If None, tokens that no sample contains are not counted.
+      take_tokens: takes the name of a group, and returns the number of tokens that were generated
+        for the group since the last call. If None, tokens that no sample contains are not counted.
     """
     self.workflow, self.scorers = workflow, scorers
     self.take_tokens = take_tokens

@@ -73,8 +73,8 @@ class ScoringRounds(Immediate):
   """Scheduler for batches that the trainer's reward model scores.
 
   A round begins once every group of the batch is generated. While it lasts, no group starts,
-  because the engine may not be on the devices. If groups are dropped by their scores, others start
-  after the round, and another round follows.
+  because the reward model may have taken the engine's device memory. If groups are dropped because
+  of their scores, others start after the round, and another round follows.
   """
 
   def __init__(self, groups: StartedGroups, *, groups_per_batch: int):

@@ -69,8 +69,8 @@ class StartedGroup:
   long as it waits.
   """
   is_parked: bool = False
-  """Whether the group has used up its token budget and waits to be continued, usually for a later
-  batch, or waits for delayed rewards.
+  """Whether the group waits for delayed rewards, or has used up its token budget and waits to be
+  continued (usually for a later batch).
   """
 
   unscored: list[Experience] | None = None

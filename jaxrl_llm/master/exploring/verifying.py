@@ -43,7 +43,7 @@ class ModelProcessor:
 
   open: Callable[[pathlib.Path], contextlib.AbstractAsyncContextManager[Asking]]
   """Returns a context manager for the processor with its journal at the given path. The explorer
-  enters it when it starts, and leaves it when it ends.
+  holds the context open while it runs.
   """
 
 
