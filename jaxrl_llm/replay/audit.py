@@ -225,8 +225,8 @@ class _Audit:
     for (_, before_step, before, _), (_, step, after, _) in itertools.pairwise(changes):
       if not may_become(partition, before, after):
         yield f'{name}: went from {before} to {after}, being {partition}'
-      # A transition to void has the step of the recovered commit, which may be earlier than that of
-      # the sample's previous transition.
+      # A transition to void has the step of the recovered commit, which may be earlier than the
+      # step of the sample's previous transition.
       if step < before_step and after != State.VOID:
         yield f'{name}: {after} at step {step}, after {before} at step {before_step}'
     steps = collections.defaultdict(list)

@@ -17,8 +17,8 @@ class Awaited:
   """
 
   scorers: Mapping[str, int]
-  """Number of verdicts that each sample needs, keyed by scorer. Each must come from a different
-  person or program.
+  """Number of verdicts that each sample needs, keyed by scorer. The verdicts of a scorer must come
+  from different persons or programs.
   """
   since: float
   """Unix time at which the wait began."""
@@ -28,7 +28,9 @@ class Awaited:
   """Step of the newest weights that generated any token of the group."""
 
   def to_json(self, text: str) -> Json:
-    """Returns the record as JSON, together with the sample's text, the answer to judge."""
+    """Returns the record as JSON, with the sample's text added under `text` for the people and
+    programs that judge it.
+    """
     return {**dataclasses.asdict(self), 'scorers': dict(self.scorers), 'text': text}
 
   @classmethod

@@ -44,7 +44,8 @@ _AT_MOST = 8
 @contextlib.contextmanager
 def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection, SegmentReader]]:
   """Opens a store for reading. Yields a connection to its index, in one read transaction, and a
-  reader of its sealed segments.
+  reader of its sealed segments. Raises UserError if the index is missing, damaged or of an unknown
+  schema.
   """
   path = pathlib.Path(directory) / INDEX
   if not path.is_file():
@@ -233,7 +234,9 @@ def summary(directory: str | os.PathLike) -> Holdings:
 
 
 def unclaimed(directory: str | os.PathLike) -> list[str]:
-  """Returns a line for each subdirectory of a store that has files that no sample needs."""
+  """Returns one line each for `segments/` and `quarantine/`, if they have files that no sample
+  needs.
+  """
   # Files are listed before the index is read. A segment that a run seals in between is in the index
   # but not in the list, so it is not reported.
   in_segments = quarantine.files(directory, SEGMENTS)
@@ -346,7 +349,7 @@ def asked(directory: str | os.PathLike, task: str) -> list[str]:
 
 def history(directory: str | os.PathLike, uid: str) -> list[str]:
   """Describes a sample in lines of text: its transitions, scores and derived values in every
-  attempt, and its stored content.
+  attempt, and its stored content. Raises UserError if no sample with this uid was issued.
   """
   with snapshot(directory) as (db, reader):
     changes = db.execute(

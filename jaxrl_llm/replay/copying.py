@@ -1,5 +1,5 @@
 """Stores of branches. A branch is a run that begins with a commit of another run, its parent. Its
-store is a copy of the parent's store, or an empty store whose first step is that of the commit.
+store is a copy of the parent's store, or an empty store that begins with the step of the commit.
 """
 
 from __future__ import annotations

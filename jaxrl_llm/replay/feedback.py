@@ -1,4 +1,4 @@
-"""Counts the verdicts in a store's inbox: used, still usable, unused or lost."""
+"""Counts the verdicts in a store's inbox: used, waiting, unused or lost."""
 
 from __future__ import annotations
 

@@ -135,9 +135,9 @@ class ReplayStore:
     return counts
 
   def prune(self, commit_step: int) -> int:
-    """Deletes bytes that the index no longer needs: those of samples that were dropped or expired,
-    and the spans of samples that are no longer partial. Returns the number of the dropped or
-    expired samples.
+    """Deletes bytes that the index no longer needs: the content of dropped and expired samples in
+    the open segment, and the spans of samples that are no longer partial. Returns the number of
+    samples whose content was deleted.
 
     Bytes are deleted only if the change happened before a commit, because recovery may undo later
     changes.
@@ -280,7 +280,8 @@ class ReplayStore:
 
   def read(self, uids: Sequence[str]) -> list[Sample]:
     """Reads accepted samples, in the order of `uids`. They may be in the open segment (a table of
-    the index) or in sealed segment files.
+    the index) or in sealed segment files. Raises ValueError if the store has no bytes of a sample,
+    and SegmentError if its bytes are damaged.
     """
     with self._lock:
       refs, rows = self._connection.places(uids), self._connection.open_rows(uids)

@@ -7,8 +7,8 @@ The journal does not contain the bytes of sealed samples, which are in their seg
 only bytes that were in the open segment, or spans of partial samples, at the time of a write.
 
 Invariants:
-- The file is a sequence of writes. Applying all writes up to a certain one, in order, gives the
-index as of that write. Only the counts in `tallies` are derived from the samples instead.
+- The file is a sequence of writes. Applying the first n writes, in order, gives the index as of the
+nth write. The journal lacks the table `tallies`, whose counts follow from the samples.
 - A write is valid only if its last frame is complete. Each frame contains its length and digest.
 The next write overwrites an interrupted one.
 """
@@ -109,8 +109,7 @@ def _is_renewed(db: sqlite3.Connection, path: pathlib.Path) -> bool:
   ).fetchone()
   if written[0] > max(_SMALL_BYTES, _LARGEST_RATIO * size):
     return True
-  # A record that follows damaged bytes would be lost, because `rebuild` stops reading at the
-  # damage.
+  # A write that follows damaged bytes would be lost, because `rebuild` stops reading at the damage.
   return written[0] > 0 and all(end != written[0] for end, *_ in _bodies(path, written[0]))
 
 

@@ -45,7 +45,7 @@ def write_segment(
   directory: str | os.PathLike, name: str, payloads: Sequence[bytes]
 ) -> pathlib.Path:
   """Writes the segment `directory/name`, replacing any file of that name. When the function
-  returns, the file is complete, verified and on disk.
+  returns, the file is complete, verified and on disk. Raises SegmentError if it cannot be written.
   """
   path = pathlib.Path(directory) / name
   temporary = path.with_name(path.name + '.tmp')

@@ -111,7 +111,7 @@ class SharedScore:
     )
 
   def score(self, uid: str) -> Score:
-    """Returns the score as that of the sample `uid`."""
+    """Returns the `Score` of the sample `uid`."""
     fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     return Score(**fields | {'uid': uid})
 
@@ -121,7 +121,7 @@ class SharedTrajectory:
   """A trajectory that was selected for training, with its reward."""
 
   rows: tuple[SharedRow, ...]
-  """Its steps, in order."""
+  """Steps of the trajectory, in order."""
   value: float | None
   parts: Mapping[str, float]
   correct: bool | None
@@ -159,10 +159,12 @@ class SharedBatch:
   step: int
   """Number of batches that the run had completed before this one."""
   committed: int
-  """Step of the run's newest commit at that time. Earlier batches do not become void any more."""
+  """Step of the run's newest commit when the batch was completed. Batches before this step can no
+  longer become void.
+  """
   versions: Mapping[str, SharedVersion]
-  """Exported version of each version of the weights in the samples' segments, keyed by the attempt
-  number of the latter.
+  """Exported versions with which the samples were generated, keyed by the attempt number in the
+  samples' segments.
   """
   groups: tuple[SharedGroup, ...]
 
@@ -238,8 +240,8 @@ class SharedBatches:
     return {attempt: sorted(of) for attempt, of in steps.items()}
 
   def read(self, attempt: int, step: int) -> SharedBatch:
-    """Reads a batch. Raises UserError if it is missing, damaged or not the one that its name
-    says.
+    """Reads a batch. Raises UserError if its file is missing or damaged, or contains a different
+    batch than its name says.
     """
     name = _batch_name(step, attempt)
     batch = self._parse(name, SharedBatch)
@@ -325,13 +327,13 @@ def _check(group: SharedGroup) -> None:
 def next_batch(
   openings: Sequence[Opening], attempt: int | None, step: int
 ) -> tuple[int, int, bool] | None:
-  """Returns (start, step) of the next batch to read and whether a later start made batches void,
-  or None if the run has not started.
+  """Returns (attempt, step, voids): the attempt (start of the run) and step of the next batch to
+  read, and whether later starts have made batches void. Returns None if the run has not started.
 
   Args:
     openings: starts of the run, oldest first.
-    attempt: start whose batches are being read; None before the first.
-    step: step of the next batch of this start.
+    attempt: attempt whose batches are being read; None before the first.
+    step: step of the next batch of this attempt.
   """
   voids = False
   for opening in openings:
