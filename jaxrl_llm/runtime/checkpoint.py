@@ -39,8 +39,8 @@ from jaxrl_llm.core.types import Json
 
 _COMMIT, _HOST, _ARRAYS = 'COMMIT', 'host.json', 'arrays'
 _DIGESTS = 'digests-{}'
-"""Name of the file with the sizes and digests of the files of a process other than process 0. It
-exists until process 0 has read it.
+"""Name of the file in which a process other than process 0 lists its own files with their sizes and
+digests. The list exists until process 0 has read it.
 """
 _DEADLINE_S = 1200
 """Maximum time in seconds to wait until all processes have written their arrays."""
@@ -64,9 +64,7 @@ class CheckpointConfig:
   commits whose weights later stages start from.
   """
   keep_hours: float = 0.0
-  """Age in hours below which commits are kept in addition to the newest ones, whatever their
-  number.
-  """
+  """Commits younger than this many hours are also kept, however many there are."""
 
   def __post_init__(self):
     for name in ('every_steps', 'keep'):
@@ -111,7 +109,7 @@ class Checkpoints:
   def clean(self) -> None:
     """Removes directories without COMMIT, which killed processes have left.
 
-    Only process 0 calls this, before any process calls `save`.
+    Only process 0 calls this, before any process begins a commit.
     """
     if self._directory.exists():
       for path in self._directory.iterdir():
@@ -128,11 +126,11 @@ class Checkpoints:
   def begin(self, step: int, state: Any, host: Json, *, keep: Collection[int] = ()) -> Writing:
     """Starts a commit of `state` and `host` as `step`, and returns when both are copied.
 
-    Every process must call it with the same step, in the same order with its other collectives, and
-    must call `finish` of the result before the next `begin`. Later changes to `state` and `host`,
-    such as the donation of the arrays, do not affect the commit. On accelerators, the copy is in
-    host memory. On CPUs, the commit holds the arrays themselves, and an update that would donate
-    them writes to new memory instead.
+    Every process must call it with the same step, and in the same order relative to other
+    collective operations. It must call `finish` of the result before the next `begin`. Later
+    changes to `state` and `host`, such as the donation of the arrays, do not affect the commit. On
+    accelerators, the copy is in host memory. On CPUs, the commit holds the arrays themselves, and
+    an update that would donate them writes to new memory instead.
 
     Args:
       step: number of completed batches. No commit of this step may exist yet.
@@ -164,8 +162,8 @@ class Checkpoints:
 
   @contextlib.contextmanager
   def _explained(self, target: pathlib.Path) -> Iterator[None]:
-    """Removes the files of a commit whose writing fails in the block, and raises an error of one
-    line.
+    """If the block fails to write the files of a commit, removes these files and raises
+    CheckpointFailed, which explains the failure in one line.
     """
     try:
       yield

@@ -31,7 +31,7 @@ same k for all runs.
 """
 MAX_BESIDE = 8
 """Maximum number of runs whose answers and rollouts the page embeds. If there are more runs, the
-best run of each group is chosen.
+best run of each of the best groups is chosen.
 """
 ANSWER_BYTES = 4_000_000
 """Maximum size of the embedded answers of a suite, in characters."""
@@ -234,7 +234,8 @@ def _groups(runs: Sequence[ComparedRun], objective: Objective) -> list[Row]:
 def _beside(runs: Sequence[ComparedRun], groups: list[Row], objective: Objective) -> list[int]:
   """Returns the indices of the runs whose answers and rollouts the page embeds.
 
-  These are all runs if there are at most `MAX_BESIDE`, otherwise the best run of each group.
+  These are all runs if there are at most `MAX_BESIDE`. Otherwise, they are the best runs of the
+  best `MAX_BESIDE` groups, one run per group.
   """
   if len(runs) <= MAX_BESIDE:
     return list(range(len(runs)))

@@ -373,7 +373,7 @@ class EventLog(Events):
     """Writes the buffered lines to the file.
 
     Raises:
-      RunError: if writing fails. The lines are then lost, which no run depends on.
+      RunError: if writing fails. The buffered lines are then lost.
     """
     data, self._lines = b''.join(self._lines), []
     self._written = self._clock()

@@ -1,8 +1,8 @@
 """Goodput: a breakdown of how the processes of a run spend their time (docs/guides/report.md).
 
 Each second of a process belongs to a class, such as training or waiting. This module measures the
-classes of the trainers, and `core.process_clock` those of servers, explorers and scorer workers. No
-class is computed as the remainder of the others. The sum of all classes can therefore be checked
+classes for trainers; `core.process_clock` measures them for servers, explorers and scorer workers.
+No class is computed as the remainder of the others. The sum of all classes can therefore be checked
 against the lifetime of the processes, which is measured separately (`goodput/wall_s/…`).
 """
 
@@ -52,9 +52,9 @@ def trainer_seconds(
   """Returns the metrics of the seconds of one trainer process.
 
   Args:
-    parts: seconds of each part of the step, without the parts inside it. Time during which this
-      process's own engine samples counts as `generate`, or as `evaluate` in an evaluation, whatever
-      part of the step is waiting meanwhile.
+    parts: seconds of each part of the step, without the parts inside it. While the engine of this
+      process samples, the time counts as `generate` (as `evaluate` in an evaluation), whichever
+      part of the step is waiting.
     wall_s: seconds since the previous row of metrics.
     is_repeated: whether an earlier attempt had completed this step and a crash undid it. If so, all
       seconds of the step itself count as `recompute`.
@@ -92,8 +92,8 @@ def shares(rows: Iterable[Mapping[str, object]], kind: str) -> dict[str, float]:
 
 
 def file_of(workdir: pathlib.Path, process: int) -> pathlib.Path:
-  """Returns the file with the seconds of a trainer process other than process 0, whose seconds are
-  in metrics.jsonl.
+  """Returns the file with the seconds of a trainer process other than process 0. The seconds of
+  process 0 are in metrics.jsonl.
   """
   return workdir / f'goodput-{process}.jsonl'
 

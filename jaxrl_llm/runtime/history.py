@@ -74,8 +74,8 @@ class Entry:
   parent: Parent | None = None
   """Commit from which the run branched at this step; None if the run did not branch here."""
   machine: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  """Numbers of `devices` and `processes` that made the step. Empty if an earlier version made it,
-  or if the run branched and has not begun.
+  """Numbers of `devices` and `processes` that made the step. Empty if an earlier version of this
+  program made the step, or if the run is a branch that has not begun.
   """
 
   def to_json(self) -> dict[str, Json]:
@@ -125,8 +125,8 @@ def write(workdir: pathlib.Path, entries: Sequence[Entry]) -> None:
 
 
 def machine_changes(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[Change, ...]:
-  """Returns the differences between two machines (`Entry.machine`). Numbers that are not known
-  before are left out.
+  """Returns the differences between two machines (`Entry.machine`). Keys that `before` lacks are
+  left out.
   """
   return tuple(
     Change(key, before[key], number)
@@ -136,7 +136,7 @@ def machine_changes(before: Mapping[str, int], after: Mapping[str, int]) -> tupl
 
 
 def until(entries: Sequence[Entry], commit: int) -> tuple[Entry, ...]:
-  """Returns the entries for the steps up to and including the one after the given commit.
+  """Returns the entries that begin no later than the first step after the given commit.
 
   Args:
     commit: number of completed steps; 0 before the first commit.

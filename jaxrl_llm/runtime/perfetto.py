@@ -31,6 +31,9 @@ def write(workdir: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.
 
   Args:
     target: file to write. If None, it is `<workdir>/perfetto.json`.
+
+  Raises:
+    UserError: the run has no events, or the file cannot be written.
   """
   source, path = workdir / events.FILE, target or workdir / FILE
   if not source.is_file():

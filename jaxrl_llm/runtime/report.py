@@ -41,8 +41,8 @@ SCRIPTS = (
 MAX_POINTS = 2000
 """Maximum number of points of a curve.
 
-A longer curve is divided into MAX_POINTS / 2 - 1 equal sections. Of each section, the points with
-the smallest and the largest value are kept, and of the whole curve, its first and last points.
+A longer curve is divided into MAX_POINTS / 2 - 1 equal sections. The points with the smallest and
+the largest value of each section are kept, as are the first and last points of the curve.
 """
 EVENT_BYTES = 16_000_000
 """Maximum number of bytes that are read from the end of events.jsonl."""
@@ -56,6 +56,9 @@ def build(workdir: pathlib.Path | str, target: pathlib.Path | str | None = None)
 
   Args:
     target: file to write. If None, it is `<workdir>/report.html`.
+
+  Raises:
+    UserError: there is no such directory, or it has no metrics.
   """
   workdir = pathlib.Path(workdir)
   path = pathlib.Path(target) if target else workdir / 'report.html'

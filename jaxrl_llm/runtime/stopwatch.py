@@ -20,7 +20,8 @@ class OwnSeconds(NamedTuple):
 class Stopwatch:
   """Adds up the seconds of each named part of a step, such as `adv` or `update_actor`.
 
-  Parts may contain others. They belong to one task, so they are closed in reverse order.
+  Parts may be nested. All parts are timed in one asyncio task, so a nested part ends before the
+  part that contains it.
 
   Attributes:
     sampled_s: function that returns the total seconds during which the engine of this process has

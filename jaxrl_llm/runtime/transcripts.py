@@ -25,8 +25,8 @@ first and the last step of each stage. If these files are still too large, only 
 each are embedded.
 """
 MAX_ANSWERS = 300
-"""Maximum number of tasks of each suite whose answers are embedded. The first ones of the file are
-chosen.
+"""Maximum number of tasks of each suite whose answers are embedded. They are the first tasks in the
+file of the suite's first evaluation.
 """
 
 Row = dict[str, Any]

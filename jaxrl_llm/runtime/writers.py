@@ -41,7 +41,7 @@ STAGE, STEP = 'stage', 'training/global_step'
 def read_jsonl(path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
   """Returns the rows of a log and the number of invalid lines.
 
-  A line is invalid if it is not a JSON object, such as an incomplete last line. Blank lines do not
+  A line that is not a JSON object, such as an incomplete last line, is invalid. Blank lines do not
   count.
   """
   rows, corrupt = [], 0
@@ -84,6 +84,9 @@ class MetricsWriter:
       workdir: Run directory. It is created if it does not exist.
       committed: Length of metrics.jsonl in bytes at the last commit. The file is truncated to it.
         If None, all complete lines are kept, and only an incomplete last line is removed.
+
+    Raises:
+      RunError: metrics.jsonl is shorter than `committed`, or has no line end there.
     """
     self._path = pathlib.Path(workdir) / METRICS_FILE
     self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,6 +251,9 @@ class EvalsWriter:
 
 
 def file_name(name: str) -> str:
+  """Returns the name of a stage or suite, which is part of file names. Raises UserError if it has
+  characters that file names must not have.
+  """
   if not re.fullmatch(r'\w[\w.@+ -]*', name):
     raise UserError(
       f'stage or suite {name!r} names a file: use letters, digits and . _ - + @ only, starting '

@@ -1,8 +1,8 @@
 """Log writers that run in separate processes.
 
 Invariant: a log writer cannot end or block the run. The run waits for a writer only when it ends,
-and for a bounded time. Each error of a writer is reported in one line, and the rows that it loses
-are counted.
+and for a bounded time. The run reports the first error of a writer in one line, and counts the rows
+that the writer loses. The writer's own log has all of its errors.
 """
 
 from __future__ import annotations

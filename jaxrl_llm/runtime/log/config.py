@@ -22,18 +22,20 @@ class WandbConfig:
   """
 
   project: str | None = None
-  """Project of the run. If None, the environment variable WANDB_PROJECT, or else 'jaxrl_llm'."""
+  """Project of the run. If None, WANDB_PROJECT from the environment is used if it is set, otherwise
+  'jaxrl_llm'.
+  """
   entity: str | None = None
-  """User or team that owns the project. If None, the environment variable WANDB_ENTITY, or else the
-  account's default.
+  """User or team that owns the project. If None, WANDB_ENTITY from the environment is used if it is
+  set, otherwise the account's default.
   """
   group: str | None = None
   """Group of runs in the project, to which this run belongs. If None, it belongs to no group."""
   tags: tuple[str, ...] = ()
   notes: str | None = None
   mode: Literal['online', 'offline'] | None = None
-  """'offline' writes files that `wandb sync` uploads later. If None, the environment variable
-  WANDB_MODE, or else 'online'.
+  """'offline' writes files that `wandb sync` uploads later. If None, WANDB_MODE from the
+  environment is used if it is set, otherwise 'online'.
   """
 
 
@@ -79,7 +81,7 @@ class LoggingConfig:
   transcript_tokens: int | None = 100_000
   """Maximum number of response tokens per step for which all samples are written to `rollouts/`. If
   a step has more, only some groups are written, chosen by a hash of their names: at least one, and
-  further ones while their total stays below this number. 0 turns transcripts off. If None, all
+  more as long as their total does not exceed this number. 0 turns transcripts off. If None, all
   samples are written.
   """
   event_bytes: int = 256_000_000

@@ -6,7 +6,8 @@ the socket. The process stores its state in the writer's directory.
 
 Invariant: no row is passed to the writer twice, even if the run is resumed and writes the row
 again. Before each row, the process stores the number of rows that it has passed on. If it is killed
-between the two, the writer misses this row, which is still in metrics.jsonl.
+after storing the number and before passing the row on, the writer misses this row, which is still
+in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class State:
 
   @classmethod
   def read(cls, directory: pathlib.Path) -> State:
-    """Reads the state of the writer whose directory this is. A new writer has received no rows.
+    """Reads the state of the writer from its own directory. If there is no file yet, returns the
+    state of a new writer.
 
     Raises:
       UserError: the file is damaged.
