@@ -252,7 +252,7 @@ class FollowedBatches:
       raise _Unreadable(str(error)) from None
 
   def _next(self) -> tuple[int, int] | None:
-    """Returns the next batch as (start, step), and drops the groups that became void."""
+    """Returns the next batch to read as (attempt, step), and drops the groups that became void."""
     config, (store, attempt, step) = self._config, self._cursor
     try:
       openings = self._shared.openings()
@@ -312,7 +312,7 @@ class FollowedBatches:
     return self._writer.step - version > self._config.bound
 
   def _copy(self, batch: SharedBatch) -> None:
-    """Copies the groups of a batch that this run can train on, in one transaction."""
+    """Copies those groups of a shared batch that this run can train on, in one transaction."""
     # Everything is read before anything changes, so that an unreadable batch can be read again.
     read = [(group, self._shared.samples(group)) for group in batch.groups if self._wants(group)]
     self._counts['left_out'] += len(batch.groups) - len(read)
@@ -332,7 +332,9 @@ class FollowedBatches:
     }
 
   def _wants(self, group: SharedGroup) -> bool:
-    """Returns whether the group's task is one of the stage's, and the group was not trained on."""
+    """Returns whether the group's task belongs to the stage, and this run has not trained on the
+    group already.
+    """
     return group.task in self._tasks and group.key not in self._recent
 
   def _own_group(
@@ -366,7 +368,9 @@ class FollowedBatches:
     return _Group(uids, batch.attempt, batch.step, group.key, version, members)
 
   def _check(self, group: SharedGroup, trajectories: Sequence[Sequence[Sample]]) -> None:
-    """Raises UserError if this run cannot train on the group as it was generated."""
+    """Raises UserError if the group's prompt differs from the task's prompt in this run, or if its
+    trajectories are too long or inconsistent.
+    """
     config, task = self._config, self._tasks[group.task]
     what = f'{config.where}.run: group {group.group}'
     first = trajectories[0][0]

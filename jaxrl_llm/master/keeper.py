@@ -102,8 +102,8 @@ class Start:
   """Facts about this attempt (start of the run)."""
 
   stop: asyncio.Future
-  """Future that resolves to the number of the signal that stops the run. A running evaluation is
-  then abandoned.
+  """Future that resolves to the number of the signal that stops the run. The signal also ends a
+  running evaluation.
   """
   best: tuple[float, int] | None = None
   """(accuracy, step) of the best evaluation in earlier attempts; None if there was none."""

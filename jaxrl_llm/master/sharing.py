@@ -54,7 +54,9 @@ class SharingBatches(RolloutBatches):
 
   @property
   def clock_decisions(self) -> int:
-    """Number of decisions that a clock has made: which version was the newest at a publication."""
+    """Number of decisions that a clock has made. Each exported version that this process took is
+    one, because it was the newest at that moment.
+    """
     return self._taken_versions()
 
   def advance(self, step: int, served: int) -> None:

@@ -395,7 +395,7 @@ class StageTrainer:
     if not self._stage.algorithm.keeps_reference:
       return {}
     step, rule = batch.plan.step, self._stage.algorithm.reference
-    # A moving average equals the policy only when the stage begins.
+    # A reference that is a moving average equals the policy only when the stage begins.
     is_reference = step == (learned.reference_step if rule.ema is None else self._stage.start)
     return _scalars({AT_REFERENCE: is_reference and packed is batch.steps[0]})
 
@@ -432,7 +432,7 @@ class StageTrainer:
     """
     inputs = ('behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'values', 'returns')
     arrays = {name: getattr(packed.chunks, name) for name in ('advantages', *inputs)}
-    if outputs.shape == packed.chunks.tokens.shape:  # Scores have one entry per segment.
+    if outputs.shape == packed.chunks.tokens.shape:  # Scores have one entry per segment instead.
       arrays[f"the {role.name}'s output"] = outputs
     masks = unpack(self._gather(packed.chunks.loss_mask), packed)
     for name, array in arrays.items():

@@ -235,7 +235,7 @@ class Explorer:
     self._writer, self._returned = self._store.at(step), set()
     self._give_up_surplus()
     self._scheduler.begin_batch()
-    self._progress.set()  # The last batch freed capacity, and parked groups are queued.
+    self._progress.set()  # Capacity was freed, and parked groups are queued.
     self._sampler.advance(served)
     self._gate.advance(served)
 

@@ -118,7 +118,9 @@ class Gate:
     self._changed.set()
 
   def give_back(self, groups: int) -> None:
-    """Revokes the last admission for `groups` of its groups, which are not started yet."""
+    """Takes back the admission of `groups` of the groups admitted last. They have not started
+    yet.
+    """
     self._started -= groups
 
   def unpark(self, groups: int) -> None:

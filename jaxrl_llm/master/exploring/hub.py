@@ -54,7 +54,7 @@ class MasterHub:
     return self._tokens.pop(group, 0)
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns the number of generated tokens of the groups that are in progress."""
+    """Returns the number of tokens generated for the groups that are in progress, as a metric."""
     return {f'{TOKENS}open': float(self._tokens.total())}
 
   async def score(self, attempt: Attempt) -> Reward:

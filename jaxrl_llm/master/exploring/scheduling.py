@@ -1,10 +1,11 @@
 """Schedulers: choose which parked groups continue and how many new groups start.
 
 The gate limits how many groups run. Within this limit, parked groups (partial rollouts that wait to
-be continued) come before new ones. At staleness bound 0, `waves.Waves` is the scheduler.
+be continued) come before new ones. With partial rollouts at staleness bound 0, `waves.Waves` is the
+scheduler; with delayed rewards, it is `awaiting.Awaiting`.
 
-Invariant: the choice does not depend on timing. Parked groups are therefore queued only at the
-start of a batch, and when no group is running.
+Invariant: except with delayed rewards, the choice does not depend on timing. Parked groups are
+therefore queued only at the start of a batch, and when no group is running.
 """
 
 from __future__ import annotations

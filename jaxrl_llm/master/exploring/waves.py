@@ -57,8 +57,9 @@ class WaveSize:
 
 
 class Waves:
-  """Scheduler for a staleness bound of 0. If the batch lacks groups, it starts another wave as soon
-  as no group of the previous wave is running: each has finished, was dropped or is parked.
+  """Scheduler for partial rollouts at staleness bound 0. If the batch lacks groups, it starts
+  another wave as soon as no group of the previous wave is running: each has finished, was dropped
+  or is parked.
   """
 
   def __init__(self, groups: StartedGroups, *, groups_per_batch: int, max_groups: int):
