@@ -13,7 +13,7 @@ from jaxrl_llm.replay.tables import AWAITED, State
 
 
 class Feedback(NamedTuple):
-  """Numbers of verdicts in the inbox by whether and how they were used."""
+  """Numbers of verdicts in the inbox: of all verdicts, and by what happened to them."""
 
   verdicts: int
   waiting: int

@@ -65,7 +65,8 @@ class LateVerdict:
   used.
   """
   attempt: int | None = None
-  """Attempt (start of the run) that issued the sample. If None, the newest attempt that issued it.
+  """Attempt (start of the run) that issued the sample. If None, the newest attempt that issued
+  it.
   """
 
   def __post_init__(self):

@@ -1,14 +1,14 @@
 """Batches that a run shares with another run, which follows them and trains on them.
 
-A run that only explores writes a file for each completed batch into `replay/shared/`. The file
-lists the groups of the batch with their rewards, the place and digest of each of their rows in the
-sealed segments, and the versions of the weights that generated them. Each start of the run also
-writes a file, its opening, with the step from which it continues. A reader needs these files and
-the segments, but not the index, so that it may run on another machine.
+A run that only explores writes a file for each completed batch into `replay/shared/`. For each
+group of the batch, the file has the rewards, and the place and digest of each row in the sealed
+segments. It also has the versions of the weights that generated the groups. Each start of the run
+also writes a file, its opening, with the step from which it continues. A reader needs these files
+and the segments, but not the index, so it may run on another machine.
 
 Invariants:
 - Each file is written once, under a temporary name that is then changed, so it is complete.
-- The batches of one start have consecutive steps, from the step of its opening on.
+- The batches of one start have consecutive steps, beginning with the step of its opening.
 - A batch is void if a later start continued from the step of this batch or from an earlier one.
 """
 

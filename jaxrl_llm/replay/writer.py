@@ -239,8 +239,8 @@ class StepWriter:
       self._move(uids, State.EXPIRED, '')
 
   def evict(self, *, before_version: int | None, capacity: int | None) -> dict[str, int]:
-    """Expires groups that wait to be drawn: those of old versions, and then the oldest of the
-    others if there are more than `capacity`.
+    """Expires groups that wait to be drawn: first the groups of old versions, then the oldest
+    remaining groups if more than `capacity` remain.
 
     A group expires as a whole or not at all. It cannot expire, and does not count towards the
     capacity, if any of its samples was trained on, was sealed (because a batch drew it) or is not
