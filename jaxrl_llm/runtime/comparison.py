@@ -444,8 +444,9 @@ def _warnings(
 def groups_of(workdirs: Mapping[str, pathlib.Path]) -> dict[str, str]:
   """Returns the label of each run's group, keyed by the run's name.
 
-  Runs whose configurations differ only in the seed form a group. Its label lists the fields in
-  which the groups differ; if these are too many, it is the name of the group's first run.
+  Runs whose configurations differ only in the seed form a group. Its label lists the group's values
+  of the fields in which the groups differ. If there are more than three such fields, or the label
+  would be too long or not unique, it is the name of the group's first run.
   """
   configs = {name: _config(path) for name, path in workdirs.items()}
   for config in configs.values():

@@ -170,7 +170,7 @@ METRICS: dict[str, str] = {
     'Tokens that a slot samples per decode step, with rollout.embedded.speculation. At least 1, '
     'without accepted drafts, and at most 1 + speculation.tokens.'
   ),
-  # Metrics of partial rollouts.
+  # Metrics of two separate runs: one explores, and the other trains.
   'explore/version': (
     "Step of the trainer's version with which the rollouts were generated (`follow`), the newest "
     'of the batch.'
@@ -192,6 +192,7 @@ METRICS: dict[str, str] = {
     'Batches that the run that explores has shared and this run has not read. Above 0, the trainer '
     'is the slower one.'
   ),
+  # Metrics of partial rollouts.
   'partial/cut': (
     'Groups whose budget was spent while the batch was collected, so that a later batch continues '
     'them. Absent without rollout.partial.'

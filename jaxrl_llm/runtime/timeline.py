@@ -66,7 +66,9 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-  """One step of the run. If several attempts completed the step, this is the last of them."""
+  """One step of the run. If several attempts completed it, the times are those of the last
+  attempt.
+  """
 
   number: int
   """Number of completed batches at the end of the step."""
@@ -177,7 +179,9 @@ def _steps(spans: Sequence[Span], begun: Mapping[int, float]) -> list[Step]:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-  """Returns the union of intervals as disjoint intervals. Both are sorted by start."""
+  """Returns the union of intervals as disjoint intervals. The given intervals must be sorted by
+  start; the returned ones are.
+  """
   merged: list[tuple[float, float]] = []
   for start, end in intervals:
     if merged and start <= merged[-1][1]:

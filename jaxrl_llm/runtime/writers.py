@@ -168,10 +168,10 @@ class RolloutsWriter:
 
 
 def packed(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a rollout's row in the form in which it is written. Arrays of more than `_LISTED`
-  tokens become base64 of compressed int32 or float32 values, and their `tokens` become a table
-  `token_texts` from token id to text. Other rows are returned unchanged, so that people can read
-  them.
+  """Returns a rollout's row in the form in which it is written. If the rollout has more than
+  `_LISTED` tokens, its arrays become base64 of compressed int32 or float32 values, and its `tokens`
+  become a table `token_texts` from token id to text. Other rows are returned unchanged, so that
+  people can read them.
   """
   ids = row.get('token_ids')
   if not isinstance(ids, np.ndarray) or len(ids) <= _LISTED:

@@ -46,7 +46,7 @@ class LogWriterConfig:
   kind: str
   """Function that builds the writer, as 'module:attribute'. It takes a `LogRun` and the options."""
   name: str | None = None
-  """Name of the writer in messages, metrics and files. If None, the attribute in `kind`."""
+  """Name of the writer in messages, metrics and files. If None, it is the attribute in `kind`."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Keyword arguments of the function."""
 
@@ -89,7 +89,7 @@ class LoggingConfig:
   are deleted.
   """
   close_s: float = 60.0
-  """Maximum time in seconds that the end of the run waits for W&B and custom writers."""
+  """Maximum seconds for which the run waits for W&B and custom writers when it ends."""
 
   def __post_init__(self):
     names = [writer.label for writer in self.apart()]

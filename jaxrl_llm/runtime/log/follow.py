@@ -101,8 +101,8 @@ class Follower:
     """Opens the writer if it is not open and its next retry is due, and passes all new rows to it.
 
     Args:
-      last: whether this is the last call before the process ends. It opens the writer even if the
-        retry is not due.
+      last: whether this is the last call before the process ends. The last call opens the writer
+        even if the retry is not due.
     """
     if self._writer is None and (last or time.monotonic() >= self._open_at):
       try:
