@@ -110,8 +110,9 @@ def check_segments(sample: Sample) -> None:
 
 
 def check_limits(verdict: Verdict, name: str) -> None:
-  """Raises ValueError if an environment's reward has numbers out of range, too many parts, or too
-  much evidence (measured as JSON) for the master.
+  """Raises ValueError if an environment's reward exceeds the limits that the master sets: numbers
+  within ±`MAX_REWARD`, at most `MAX_PARTS` parts, printable part names of at most `MAX_PART_NAME`
+  characters, and evidence that is JSON of at most `MAX_EVIDENCE` characters.
 
   Args:
     name: name of the sample for messages.

@@ -31,9 +31,9 @@ PART_BYTES = 16 << 20
 this many bytes.
 """
 _OF_LARGEST = 4
-"""Divisor of the size of a layer's largest matrix. An array larger than the result is cut into
-parts of at most that size, so that a part, its shards and the buffers of a collective operation
-together need no more memory than that matrix.
+"""Divisor of the size of a layer's largest matrix. An array that is larger than the quotient and
+than `PART_BYTES` is cut into parts. A part, its shards and the buffers of a collective operation
+together then need no more memory than the largest matrix.
 """
 _AHEAD = 2
 """Number of parts that the devices compute and copy ahead of the part in use."""
@@ -132,9 +132,8 @@ class Gatherer:
     """Yields (name in the unrolled tree, array) for each parameter and layer, sorted by name and
     then by layer. The order is the same in all processes, and every process must iterate.
 
-    An array larger than a part comes in several consecutive parts along its first axis. An array
-    may be a view of a device buffer that the next update donates, so a caller that keeps the array
-    must copy it.
+    A large array may come in several consecutive parts along its first axis. An array may be a view
+    of a device buffer that the next update donates, so a caller that keeps the array must copy it.
     """
     whole = np.empty(0)
     for part, cut, array in self._computed(params, fetch=True):
@@ -226,8 +225,8 @@ class Gatherer:
           yield _Part(unrolled, inputs, layer, group, start, skipped), cut
 
   def _layer_bytes(self, name: str, leaf: _Leaf) -> int:
-    """Returns the size in bytes of one layer of this array as a part, or 0 if the array belongs to
-    no layer.
+    """Returns the size in bytes of one layer of this array after its conversion, or 0 if the array
+    belongs to no layer.
     """
     shape = leaf.shape[1:] if _is_stacked(name) else leaf.shape
     return math.prod(shape) * self._part_dtype(name, leaf).itemsize if _in_layer(name) else 0

@@ -1,7 +1,8 @@
 """Checks values and encoded samples that other processes have written.
 
-Invariant: apart from its names, a sample that passes the checks could have come from a correct
-process of this run, so it cannot make the run fail later.
+Invariant: a sample that passes the checks could have come from a correct process of this run, so it
+cannot make the run fail later. This module does not check whether the names in a sample, such as
+its uid and its taskset, exist in the run.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def checked_sample(data: bytes, bounds: Bounds) -> Sample:
   """Checks and decodes an encoded sample.
 
   Raises ValueError if a field has a wrong type, the sample exceeds the limits, or its segments do
-  not cover what it marks as sampled. Damaged data may also raise other exceptions of the decoder.
+  not cover every token that it marks as sampled. Damaged data may also raise other exceptions of
+  the decoder.
   """
   most = _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
   if len(data) > most:
@@ -67,8 +69,8 @@ def checked_sample(data: bytes, bounds: Bounds) -> Sample:
 
 
 def _check_types(row: Any) -> None:
-  """Raises unless the fields of an encoded sample (`core.records.sample.encode`) have valid types
-  and ranges.
+  """Raises ValueError unless the fields of an encoded sample (`core.records.sample.encode`) have
+  valid types and ranges.
   """
   check_type(row, 'record', dict)
   for name in (

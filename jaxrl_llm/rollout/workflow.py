@@ -1,9 +1,9 @@
-"""Workflows: a workflow turns a task into samples. The built-in one samples several completions of
-the task's prompt.
+"""Workflows: a workflow turns a task into samples. The default, `SingleTurn`, samples several
+completions of the task's prompt.
 
-The completion tokens in a sample of the built-in workflow are exactly those that the engine
-returned. A custom workflow is selected in `rollout.workflow`, by the name of a function that takes
-(hub, tokenizer, max_tokens, **options) and returns a `Workflow`.
+The completion tokens in a sample of `SingleTurn` are exactly the tokens that the engine returned. A
+custom workflow is selected in `rollout.workflow`, by the name of a function that takes (hub,
+tokenizer, max_tokens, **options) and returns a `Workflow`.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class SingleTurn:
     )
 
   async def decoded(self, sample: Sample) -> str:
-    """Returns `text(sample)`; a long one is decoded in a thread."""
+    """Returns `text(sample)`. A long text is decoded in a thread."""
     return await by_length(sample.response_len, self.text, sample)
 
   async def _prompt(self, task: Task) -> list[int]:

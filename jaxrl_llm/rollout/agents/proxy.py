@@ -80,8 +80,8 @@ class Proxy:
   @contextlib.asynccontextmanager
   async def open(self, session: Session) -> AsyncIterator[str]:
     """Serves requests of `session` during the block, and yields the session's key. When the block
-    ends, calls in flight are cancelled. If one of them failed with an error that the agent did not
-    cause, raises that error.
+    ends, the session is closed (see `Session.close`), which ends its calls in flight. If a call of
+    the session has failed with an error that the agent did not cause, raises that error.
     """
     key = secrets.token_urlsafe(32)
     digest = _digest(f'Bearer {key}'.encode())

@@ -67,8 +67,8 @@ class SessionOptions:
   takes_reward: bool = False
   """Whether the agent posts its own reward."""
   max_calls: int = 1
-  """Maximum number of calls in flight. They are answered one at a time. Each call after the first
-  usually starts a new step.
+  """Maximum number of calls in flight. The session answers them one at a time. Calls in flight
+  together rarely extend one conversation, so each but the first usually starts a new step.
   """
 
 
@@ -85,8 +85,8 @@ class Session:
   """Answers the calls of an agent with turns of the policy.
 
   Attributes:
-    failure: reason why the session refuses further calls and the sample is unscorable; empty if it
-      has not failed.
+    failure: reason why the session refuses further calls and the sample is unscorable; empty if the
+      session has not failed.
     exclusion: reason why the sample is unscorable although the session continues; empty if there is
       none.
     over: limit of the run that ended the trajectory; None if no limit was reached.

@@ -3,15 +3,16 @@
   python verifiers_agent.py --env=CONFIG --export=FILE.jsonl [--limit=N]
   python verifiers_agent.py --env=CONFIG [--seat=NAME]
 
-It runs in an environment in which verifiers is installed, whose packages may differ from the
-trainer's, and imports nothing of jaxrl_llm. CONFIG is JSON as in verifiers' own `[env]` block, or
-just the id of a taskset.
+The agent runs in a Python installation that has verifiers. The packages there may differ from the
+trainer's, so the agent imports nothing of jaxrl_llm. CONFIG is JSON as in verifiers' own `[env]`
+block, or just the id of a taskset.
 
 The first form writes the tasks as rows of a taskset, with the fields `prompt`, `system` and `idx`.
 The second form is the command of the workflow `external`, with the options `reward: 'agent'` and
-`with_truth: true`. It plays the task whose `idx` is in JAXRL_TASK: verifiers runs the episode with
-its own harness, whose calls go to the recording proxy of the run, and scores it. The reward of the
-trace that belongs to the trained seat is posted, with its components as evidence.
+`with_truth: true`. It plays the task whose `idx` is in the environment variable JAXRL_TASK:
+verifiers runs the episode with its own harness, which calls the run's recording proxy, and scores
+the episode. An episode of verifiers has one trace for each of its agents (seats). The reward of the
+trained seat's trace is posted, with the reward's components as evidence.
 
 If an episode or its scoring fails, the exit code is 1 and the last line says why, so that the
 sample is unscorable.
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MODEL = 'policy'
-"""Name of the model in requests. The proxy accepts any name as that of the policy."""
+"""Name of the model in requests. The proxy answers with the policy, whatever the name."""
 _POST_S = 60.0
 """Maximum seconds to post a reward."""
 
@@ -82,8 +83,8 @@ async def _played(environment: Any, index: int) -> Any:
 
 
 def _reward(episode: Any, seat: str | None) -> dict[str, Any]:
-  """Returns the body of the reward: the value of the trained seat's trace, and its
-  components as [score, weight].
+  """Returns the body of the request that posts the reward: the reward of the trained seat's trace
+  as `value`, and as evidence its components, each as [score, weight], and the trace's metrics.
   """
   problems = [error for part in (episode, *episode.traces) for error in part.errors]
   if problems:
@@ -122,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
           file.write(json.dumps(row) + '\n')
     else:
       _post(_reward(asyncio.run(_played(environment, _index())), options.seat))
-  except (Exception, SystemExit) as error:  # verifiers exits where it lacks an account.
+  except (Exception, SystemExit) as error:  # verifiers calls sys.exit if it lacks an account.
     version = importlib.metadata.version('verifiers')
     line = ' '.join(f'{type(error).__name__}: {error}'.split())
     print(f'verifiers {version}: {line[:2000]}', file=sys.stderr, flush=True)

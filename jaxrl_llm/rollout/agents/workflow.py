@@ -38,7 +38,9 @@ MAX_TASK = 128_000
 KiB.
 """
 _MAX_CALLS = 8
-"""Maximum number of calls of an agent in flight, if a trajectory may have several steps."""
+"""Maximum number of an agent's calls that are in flight together, if a trajectory may have several
+steps.
+"""
 _TRIES = 3
 """Maximum number of starts of an agent that keeps ending before its first call of the policy."""
 _GRACE_S = 2.0
@@ -83,13 +85,13 @@ class ExternalAgent(Episodes):
         reward (`POST /v1/reward`), which the scorer `environment` reads.
       filtered: treatment of requests for a sampling distribution other than the run's, for example
         with another temperature or top_p. 'reject' refuses the request. 'ignore' samples from the
-        run's distribution. 'unscorable' does so too, but excludes the sample from training.
+        run's distribution. 'unscorable' samples from it too, but excludes the sample from training.
       parser: parser of the tool calls in a turn's text, as in `ToolUse`.
       turn_tokens: maximum number of tokens of a turn. If None, a turn may use all tokens that the
         episode has left, unless the agent asks for fewer.
       with_truth: whether the agent's task contains the reference answer and the row's fields.
-      deadline_s: maximum seconds for an agent. One that takes longer is killed, and its sample is
-        unscorable.
+      deadline_s: maximum seconds for an agent. An agent that takes longer is killed, and its sample
+        is unscorable.
       concurrency: maximum number of agents of this workflow that run at a time. The master's
         process has one workflow; an explorer process has one for each group that it holds.
     """

@@ -119,9 +119,9 @@ class EmbeddedEngine:
 
   A weight update keeps the KV cache of running completions, so their later tokens attend to keys
   and values of both versions, unless `EmbeddedConfig.kv` is 'recompute'. The segments of a
-  completion record which version sampled each token.
-  Prompts that were prefilled for samples that have no slot yet are prefilled again. At staleness
-  bound 0, no completion is running during a weight update.
+  completion record which version sampled each token. After a weight update, prompts that were
+  prefilled for samples without a slot are prefilled again. At staleness bound 0, no completion is
+  running during a weight update.
   """
 
   def __init__(
@@ -202,9 +202,10 @@ class EmbeddedEngine:
     return self._scheduler.free_slots
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns the metrics since the last call: the numbers of sampled tokens that were delivered or
-    discarded and, with speculative decoding, the share of accepted draft tokens and the number of
-    tokens per slot and step. Undefined metrics are omitted.
+    """Returns the metrics since the last call: the numbers of tokens that were sampled and that
+    were discarded and, with speculative decoding, the share of accepted draft tokens and the number
+    of tokens per slot and step. The metric `open` is the number of sampled tokens that are in
+    unfinished or undelivered completions now. Undefined metrics are omitted.
     """
     totals = self.counts + collections.Counter(discarded=self._scheduler.discarded)
     since, self._taken = totals - self._taken, totals

@@ -100,7 +100,7 @@ class Decoded(NamedTuple):
   drafted: Int32[np.ndarray, 'slots']
   """Number of tokens that were drafted for each slot."""
   accepted: Int32[np.ndarray, 'slots']
-  """Number of sampled tokens that were drafted."""
+  """Number of drafted tokens that were accepted for each slot."""
 
 
 class Programs:
@@ -229,7 +229,8 @@ class Programs:
 
   def load(self, leaves: Iterable[tuple[str, np.ndarray]]) -> None:
     """Copies the weights into buffers of this object, which are on the device or, while its memory
-    is released, on the host. Each array is copied before the next is requested.
+    is released, on the host. Each array is copied before the next is requested. Raises ValueError
+    if the names or shapes differ from the model's.
 
     Args:
       leaves: (name in the parameter tree, array) of each parameter. Layers may be stacked or

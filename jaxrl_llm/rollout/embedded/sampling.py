@@ -101,7 +101,7 @@ def draw_filtered(
 
 def _choose(scaled, allowed, keys, positions, greedy) -> Draw:
   """Samples from softmax(allowed). In greedy rows, takes the argmax of `scaled` instead. All
-  logprobs are those of softmax(allowed).
+  logprobs are computed under softmax(allowed).
   """
   uniforms = jax.vmap(_uniforms)(keys, positions)
   top = allowed.max(-1, keepdims=True)

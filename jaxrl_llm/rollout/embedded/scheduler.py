@@ -107,8 +107,9 @@ class Scheduler:
   ):
     """
     Args:
-      recomputed: padded lengths (buckets), ascending, to which running samples are prefilled again
-        after a weight update. If empty, they keep their keys and values.
+      recomputed: lengths (buckets), ascending, to which running samples are padded when they are
+        prefilled again after a weight update. If empty, running samples are not prefilled again and
+        keep their keys and values.
     """
     self._recomputed = recomputed
     self._stale: set[int] = set()
@@ -150,8 +151,9 @@ class Scheduler:
     )
 
   def reweigh(self, version: Version) -> None:
-    """Adapts to new weights. Running samples start a new segment, and prompts that were prefilled
-    for pending samples are queued to be prefilled again. So are running samples, if configured.
+    """Adapts to new weights. Running samples start a new segment. Prompts that were prefilled for
+    pending samples are queued to be prefilled again. If the scheduler was built with `recomputed`
+    lengths, the running samples are prefilled again, too.
     """
     if self._recomputed:
       self._stale = {i for i, occupant in enumerate(self._slots) if occupant is not None}

@@ -35,8 +35,8 @@ class SpeculationConfig:
   (prompt or answer) before a draft is made.
   """
   ngram_max: int = 4
-  """Maximum number of final tokens that are compared with earlier positions. The draft continues
-  the position with the longest match, or the latest of equally long matches.
+  """Maximum number of tokens at the end of a sequence that are compared with earlier tokens. The
+  draft copies the tokens after the longest match or, among equally long matches, after the latest.
   """
 
   def __post_init__(self):

@@ -1,7 +1,7 @@
 """Calls of user code, such as tools and environments, with a deadline.
 
-Coroutine functions run on the event loop. Other functions may block, so each call of one runs in a
-thread.
+Coroutine functions run on the event loop. Plain functions may block, so each of their calls runs in
+a thread of its own.
 """
 
 from __future__ import annotations

@@ -194,8 +194,9 @@ class Episode:
 
   @property
   def verdict(self) -> Verdict | None:
-    """Verdict with the rewards so far; None if there were none. The reward for the last turn is its
-    `value`, and the rewards for earlier turns are its `turn_values`.
+    """Verdict with the rewards and counts so far; None if there are neither. Its `value` is the
+    reward for the last turn, and its `turn_values` are the rewards for earlier turns. After `fail`,
+    `value` is None.
     """
     if self._failure is not None:
       evidence = {**self._evidence, 'error': self._failure}
@@ -230,8 +231,8 @@ class Episode:
     self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Json]] | None = None
   ) -> None:
     """Sets the whole conversation before the policy's next turn, replacing any observations since
-    the last turn. If it extends the conversation up to and including the last turn, the current
-    step continues. Any other conversation starts a new step.
+    the last turn. If `messages` begin with the conversation up to and including the last turn and
+    add to it, the current step continues. Otherwise, a new step starts.
 
     Args:
       messages: the conversation. The policy's turns are messages with role 'assistant' whose
@@ -263,7 +264,7 @@ class Episode:
       OutOfSteps: the turn would begin a step, and the trajectory has `max_steps` already.
       PromptTooLong: the first prompt has more tokens than permitted.
       UnreadableObservation: the observations have no token, or cannot be rendered or encoded.
-      RunError: there was no observation since the last turn.
+      RunError: there was no observation since the last turn, or a stop text is not a single token.
     """
     self._check_open('act')
     if not self._pending:
@@ -340,7 +341,7 @@ class Episode:
     """Ends the episode, and returns its trajectory with the rewards.
 
     Args:
-      finish: reason why the trajectory ended. If None, it is that of the last turn.
+      finish: reason why the trajectory ended. If None, the reason why the last turn ended is used.
 
     Raises:
       RunError: the episode has no turn.
@@ -505,7 +506,7 @@ class Episode:
 
 
 def response_text(tokenizer: Tokenizer, sample: Sample) -> str:
-  """Decodes the policy's last turn in a sample, as `Turn.text` does."""
+  """Returns the text of the policy's last turn in a sample, in the form of `Turn.text`."""
   others = np.flatnonzero(sample.role != Role.POLICY)
   # The last turn may end with an end token even if a limit ended the episode, regardless of the
   # sample's finish reason.

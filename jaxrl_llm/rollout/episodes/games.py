@@ -39,8 +39,8 @@ class GymnasiumGame:
     Args:
       game: id of the environment, such as 'FrozenLake-v1', or 'module:id' if the module registers
         the id.
-      actions: names of the choices, in their order; if there are none, the policy writes their
-        numbers.
+      actions: names of the choices, in the order of the choices' numbers. If empty, the policy
+        writes the numbers.
       make: keyword arguments for `gymnasium.make`.
       invalid_reward: reward for a turn that is not a valid action. The environment does not step in
         this case.

@@ -33,7 +33,7 @@ _PROBE_S = 5.0
 _AGAIN_S = 5.0
 """Seconds to wait before a server is restarted after a failed start."""
 _WORDS = 2000
-"""Number of bytes at the end of a server's stderr output that are kept for messages."""
+"""Number of characters at the end of a server's stderr output that are kept for messages."""
 _MAX_CHARACTERS = 8192
 """Maximum length of a result. The rest is cut off."""
 
@@ -186,7 +186,7 @@ class _Session:
 
   @contextlib.asynccontextmanager
   async def _stderr(self) -> AsyncIterator[Any]:
-    """Yields a file for the server's stderr, whose last bytes are kept in `words`."""
+    """Yields a file for the server's stderr output. The end of the output is kept in `words`."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     loop = asyncio.get_running_loop()
@@ -208,7 +208,7 @@ class _Session:
 
 
 class _Server:
-  """An MCP server and its session, which is opened again when it has failed."""
+  """An MCP server and its session. After a session has failed, the next call opens a new one."""
 
   def __init__(self, name: str, config: McpServerConfig):
     self._name, self._config = name, config
@@ -252,7 +252,9 @@ class _Server:
     return [by_name[name] for name in self._config.tools]
 
   async def call(self, tool: str, arguments: Mapping[str, Json], deadline_s: float) -> str:
-    """Returns the text of a call's result. Raises ToolFailed."""
+    """Calls a tool and returns the text of the result. Raises ToolFailed if the call fails or
+    exceeds its deadline, or if the server does not start.
+    """
     session, client = None, None
     try:
       async with asyncio.timeout(deadline_s) as limit, self._free:

@@ -55,10 +55,11 @@ class ToolUse(Episodes):
   ):
     """
     Args:
-      tools: 'module:attribute' of each tool, a function or a `Tool`; 'python' is a Python
-        interpreter in the sandbox.
-      mcp: MCP servers whose tools the policy may call, too: fields of `McpServerConfig`, keyed by a
-        name for messages. A server is started once per process, before the first episode.
+      tools: names of the tools: 'module:attribute' of a function or of a `Tool`, or 'python' for a
+        Python interpreter in the sandbox.
+      mcp: MCP servers that offer further tools. The keys are the servers' names in messages, and
+        the values have the fields of `McpServerConfig`. A server is started once per process,
+        before the first episode.
       parser: parser of the calls in a turn's text: a built-in one ('hermes', 'llama3', 'qwen3'),
         'module:attribute' of a function from text to a list of `ToolCall`, or 'auto' for the
         built-in parser that fits the chat template.

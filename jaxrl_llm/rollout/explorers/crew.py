@@ -2,8 +2,8 @@
 (borrows) the next group, and sends back the group's samples.
 
 An explorer has no model, scorer or file of the run. The master (the process that runs the engine)
-serves its workflows' requests for tokens, scores and replies of auxiliary models, and receives the
-finished samples. Only the master writes the index of the store.
+serves the requests of the explorers' workflows for tokens, scores and replies of auxiliary models.
+It also receives the finished samples. Only the master writes the index of the store.
 
 Invariants: a message either takes full effect or is refused, and it affects no other explorer. An
 explorer is evicted if it sends a message that a correct explorer never sends, and other explorers
@@ -240,7 +240,7 @@ class Crew:
     try:
       for _ in range(samples):
         self._check()
-        # A failed crew raises here.
+        # If the crew fails, `_watch` puts its error into this queue.
         # Wait 'sample': bounded by the waits 'limits', 'collect' and 'suite'.
         result = await group.handed_in.get()
         if isinstance(result, Exception):

@@ -136,8 +136,8 @@ class Link:
       return parse_msgpack(await response.read())
 
   async def stream(self, path: str, **body: Any) -> AsyncIterator[Any]:
-    """Yields the values of a response as they arrive, until a final None. The total time is
-    unlimited, but the time without data is not.
+    """Yields the values of a response as they arrive, until a final None. The response may take any
+    time in total, but raises MasterLost after `_SILENCE_S` seconds without data.
     """
     frames = msgpack.Unpacker(max_buffer_size=_MAX_BYTES)
     async with self._posted(path, body, None) as response:

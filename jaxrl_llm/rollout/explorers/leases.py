@@ -28,8 +28,8 @@ from jaxrl_llm.rollout.explorers.wire import TAKE_S
 from jaxrl_llm.rollout.workflow import Rollout
 
 _MAX_LOSSES = 5
-"""Number of explorers that may be lost while holding the same group. If more are lost, the group
-itself is considered the cause.
+"""Number of times that a group's lease is lost before the group itself is considered the cause. The
+group then ends with an error.
 """
 _MAX_EVICTED = 4096
 """Maximum number of evicted explorers to remember."""

@@ -90,8 +90,8 @@ def read_completion(
 
 
 def _parse(data: bytes) -> _Choice:
-  """Raises ValueError if the response does not have vLLM's format, or does not contain exactly one
-  completion.
+  """Reads the completion from a response. Raises ValueError if the response does not have vLLM's
+  format, or does not contain exactly one completion.
   """
   if b'\n' in data:  # pyarrow would treat each line as a separate value.
     data = data.replace(b'\n', b' ')

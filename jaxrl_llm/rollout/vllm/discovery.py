@@ -166,8 +166,8 @@ class Discovery:
     return None
 
   def replica(self, lease: Lease, taken: Collection[str]) -> Replica:
-    """Builds the replica of a server, which is the fleet's state of it. The replica has the
-    server's name, with a number appended if that name is in `taken`.
+    """Builds the replica (the fleet's state) of a server. The replica has the server's name, with a
+    number appended if that name is in `taken`.
     """
     names = itertools.chain([lease.name], (f'{lease.name}-{i}' for i in itertools.count(2)))
     name = next(name for name in names if name not in taken)

@@ -96,16 +96,18 @@ class Fleet:
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
-    """Totals since the start: completions, tokens, retries, restarts, publications, void
-    completions (discarded because their version was not proven), and the tokens of void, delivered
-    and unwanted completions (whose caller had gone away). With discovery, also the numbers of
-    servers that joined and left.
+    """Totals since the start: completions that were accepted, their tokens, retries, restarts,
+    publications, and void completions, which were discarded because their version was not proven.
+    Also the tokens of void completions, of delivered ones, and of unwanted ones, whose caller had
+    gone away. With discovery, also the numbers of servers that joined and left.
     """
     self.replicas = tuple(replicas)
     """Servers of the fleet. With discovery, these are the servers with valid leases."""
     self._discovery = discovery
     self._leaving: dict[Replica, asyncio.Task] = {}
-    """Task that closes each server that has left, usually after its requests in flight."""
+    """For each server that has left, the task that closes it, usually once its requests in flight
+    have ended.
+    """
     self._follower: asyncio.Task | None = None
     self._config, self._spec, self._folder = config, spec, folder
     self._seed, self._run, self._check_tokenizer = seed, run, check_tokenizer
@@ -530,8 +532,8 @@ class Fleet:
     )
 
   async def _let_go(self) -> None:
-    """Removes the files of earlier versions, except that those of the previous version are kept
-    while any server lacks the current one.
+    """Removes the files of earlier versions. The files of the previous version are kept while any
+    server lacks the current version.
     """
     if not self._is_one_behind():
       self._earlier = None
@@ -544,8 +546,8 @@ class Fleet:
     if replica.state == ReplicaState.GONE:  # The fleet was closed, or the server has left.
       return
     replica.state = ReplicaState.SERVING
-    # Raises the server's count of assigned requests to that of the others. Otherwise, 'uniform'
-    # dispatch would send all requests to this server until it had caught up.
+    # Raises the server's count of assigned requests to the largest count of the other servers.
+    # Otherwise, 'uniform' dispatch would send all requests to this server until it had caught up.
     serving = [
       r.assigned for r in self.replicas if r.state == ReplicaState.SERVING and r is not replica
     ]
@@ -664,7 +666,7 @@ class Fleet:
 
   async def _catch_up(self, replica: Replica, *, works: bool, is_failure: bool = True) -> None:
     """Loads the current version into a server and brings it into service. If `works` is False, the
-    server is restarted first, which counts as a restart if `is_failure`.
+    server is restarted first. If `is_failure`, this restart is counted in `counts`.
     """
     attempts = 0
     while True:

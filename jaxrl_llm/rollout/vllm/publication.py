@@ -75,8 +75,8 @@ class Publication:
   directory: Path
   files: Mapping[str, Mapping[str, str]]
   """xxh3-128 digest of each tensor's bytes, keyed by file name and then by the tensor's name in the
-  file. If there are deltas, the files contain an earlier version, to which the deltas apply; they
-  are empty for a server that already holds one of these versions (`since`).
+  file. If there are deltas, the files contain an earlier version, to which the deltas apply. If
+  `since` has left the files out, because a server needs only deltas, the mapping is empty.
   """
   nbytes: int
   """Total size of all tensors of the version in bytes."""
@@ -120,8 +120,8 @@ class Publication:
 
   @property
   def sent_bytes(self) -> int:
-    """Size in bytes of what was written for this version, which a server that holds the version
-    before needs.
+    """Size in bytes of the tensors that were written for this version: the last delta or, if there
+    are no deltas, the whole weights. A server that holds the previous version needs nothing else.
     """
     return self.deltas[-1].nbytes if self.deltas else self.nbytes
 
@@ -131,8 +131,9 @@ class Publication:
     return {self.directory} | {delta.directory for delta in self.deltas}
 
   def since(self, label: str | None) -> Publication:
-    """Returns what a server needs to load the version if it holds the version of this label: the
-    later deltas if they lead there, otherwise everything.
+    """Returns the part of this publication that a server needs if it holds the version with the
+    given label. If one of the deltas applies to that version, the part consists of this delta and
+    the later ones. Otherwise, it is the whole publication.
     """
     for i, delta in enumerate(self.deltas):
       if delta.before == label:
@@ -170,15 +171,15 @@ class PublicationFolder:
       dtype: data type of the tensors by its Hugging Face name. It must be the servers' data type,
         so that the digests of the loaded weights match.
       private: whether only this user can read the folder.
-      full_every: number of versions of which one contains the whole weights. The versions between
-        are deltas where these are smaller. If it is above 1, a copy of the newest version stays in
-        the memory of this process.
+      full_every: interval in versions at which whole weights are published. Each version between is
+        published as a delta if the delta is smaller than the whole weights. If the interval is
+        above 1, a copy of the newest version stays in the memory of this process.
     """
     self.root, self._dtype = Path(root), dtype
     self._spec, self._full_every = spec, full_every
     self._image: Image | None = None
     self._newest: Publication | None = None
-    """The version in `_image`; None if it has no complete version."""
+    """The version in `_image`; None if the image contains no complete version."""
     self._lock = threading.Lock()
     """Held while files are written or removed, because `write_whole` is called by other threads."""
     self._layout = FileLayout({entry.hf: entry.shape for entry in entries(spec)}, dtype)
@@ -205,7 +206,7 @@ class PublicationFolder:
         computed during writing.
 
     Raises:
-      UserError: the arrays are not those of the model.
+      UserError: the arrays do not match the model.
       RunError: the file cannot be written.
     """
     with writing(self.root), self._lock, TensorWriter(self._dtype, slices) as writer:
@@ -269,14 +270,16 @@ class PublicationFolder:
   def _write_next(
     self, version: Version, leaves: Iterable[tuple[str, np.ndarray]], writer: TensorWriter
   ) -> Publication:
-    """Publishes a version as a delta, or in full if there is no version before, if it is time for
-    whole weights, or if the delta would be no smaller. It is time after `full_every` versions, or
-    once the deltas together have as many bytes as whole weights, so that a server that needs all of
-    them reads at most about twice as much.
+    """Publishes a version as a delta or in full. It is published in full if there is no previous
+    version, if the last `full_every` - 1 versions were deltas, if these deltas together have as
+    many bytes as whole weights, or if the new delta would not be smaller than whole weights. A
+    server that needs the files and all deltas therefore reads at most about three times as many
+    bytes as whole weights have.
     """
     if self._image is None:
       self._image = Image(self._layout, dtype_of(self._dtype).itemsize)
-    # If an error ends this method, the image is of no version, and the next one is written in full.
+    # If an error ends this method, the image contains no complete version, and the next version is
+    # written in full.
     before, self._newest = self._newest, None
     is_due = before is None or (
       len(before.deltas) + 1 >= self._full_every
@@ -407,7 +410,7 @@ class AdapterFolder(PublicationFolder):
     slices: Mapping[str, Collection[Slice]] | None = None,
   ) -> Publication:
     """Publishes an adapter version. `slices` refers to the base weights. The first call takes the
-    arrays of the base weights and of the adapter; later calls take only those of the adapter.
+    arrays of the base weights and of the adapter; later calls take only the adapter's arrays.
     """
     parts: dict[str, list[np.ndarray]] = {}
 
@@ -468,7 +471,9 @@ def digest(array: Shaped[np.ndarray, '...']) -> str:
 
 
 def part(array: Shaped[np.ndarray, '...'], tensor: Mapping[str, Any]) -> Shaped[np.ndarray, '...']:
-  """Returns a worker's slice of a whole tensor. `tensor` is the worker's description of it."""
+  """Returns a worker's slice of a whole tensor. `tensor` is the worker's description of the slice,
+  as in `Replica.slices`.
+  """
   if tensor['slice'] is None:
     return array
   axis, start = tensor['slice']

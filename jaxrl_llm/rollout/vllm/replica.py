@@ -114,8 +114,8 @@ class Replica:
     self.is_tested = False
     """Whether the self-test of speculative decoding has run since the server started."""
     self.sampling_fault: str | None = None
-    """Why the self-test forbids sending requests with a temperature above 0 to the server; None if
-    it does not.
+    """Reason why the server gets no requests with a temperature above 0, from the self-test; None
+    if the server may get them.
     """
     self.on_cpu = False
     """Whether the server's workers compute on CPUs."""
@@ -408,7 +408,9 @@ class Replica:
 
 
 JAX_DEVICE = 'jax'
-"""Device of workers without torch parameters; see `rollout.vllm.worker`, which needs torch."""
+"""Device that workers without torch parameters report. It equals `JAX` in `rollout.vllm.worker`,
+which cannot be imported here because it needs torch.
+"""
 PROCESSED = 'processed_logprobs'
 """vLLM's name for logprobs of the distribution that it samples from."""
 
@@ -434,7 +436,7 @@ def _check_worker(where: str, worker: Mapping[str, Any], wanted: Requirements) -
 
 
 def _check_model(where: str, tensors: Mapping[str, Any], wanted: Requirements) -> None:
-  """Raises UserError if a worker's tensors are not those of the policy."""
+  """Raises UserError if a worker's tensors differ from the policy's in name, shape or data type."""
   names = sorted(tensors.keys() ^ wanted.shapes.keys())
   if names:
     raise UserError(

@@ -203,8 +203,8 @@ def check_fit(tensors: Mapping[str, torch.Tensor], workers: Sequence[Tensors]) -
 def init_info(
   backend: str, host: str, workers: Sequence[Tensors]
 ) -> NCCLTrainerInitInfo | IPCTrainerInitInfo:
-  """Returns the arguments for the trainer's side of vLLM's transfer engine. The engine itself sends
-  the server's side its arguments.
+  """Returns the arguments for the trainer's side of vLLM's transfer engine. The engine derives the
+  arguments for the server's side and sends them itself.
   """
   if backend == 'nccl':
     return NCCLTrainerInitInfo(
@@ -233,7 +233,7 @@ def _free_port(host: str) -> int:
 
 
 class Sender:
-  """Sends weights to servers on the trainer's orders."""
+  """Sends weights to one server on the trainer's orders."""
 
   def __init__(self, trainer: Trainer):
     self._trainer = trainer

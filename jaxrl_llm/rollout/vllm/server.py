@@ -141,9 +141,9 @@ class VllmConfig:
   other hosts, the directory must be set and be on a shared file system.
   """
   full_every: int = 1
-  """Number of versions of which one is published with its whole weights. The versions between are
-  published as deltas (the elements whose bits changed) where these are smaller. With 1, every
-  version has its whole weights. Deltas require transfer='files' and lora='merged'.
+  """Interval in versions at which whole weights are published. Each version between is published as
+  a delta (the elements whose bits changed) if the delta is smaller than the whole weights. With 1,
+  every version is published as whole weights. Deltas require transfer='files' and lora='merged'.
   """
   transfer_deadline_s: float = 600.0
   """Maximum seconds for a server to load a version."""
@@ -354,7 +354,8 @@ def options(args: Mapping[str, Any]) -> list[str]:
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
   """Parses words of a command line into a mapping, the inverse of `options`. An option without a
-  value becomes True, and an option with several values becomes a list.
+  value becomes True, and an option with several values becomes a list. Raises UserError if the
+  first word is not an option.
   """
   parsed: dict[str, Any] = {}
   name = None
@@ -517,7 +518,9 @@ def _environment(
 
 
 def lora_rank(rank: int) -> int:
-  """Returns vLLM's smallest max_lora_rank that is at least `rank`."""
+  """Returns vLLM's smallest max_lora_rank that is at least `rank`. Raises UserError if there is
+  none.
+  """
   if rank > _LORA_RANKS[-1]:
     raise UserError(
       f'policy.lora.rank: {rank}, and vLLM takes adapters of at most {_LORA_RANKS[-1]}; lower it, '

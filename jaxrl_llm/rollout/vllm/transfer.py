@@ -135,12 +135,14 @@ class SenderTransfer:
 
   The sender makes no HTTP calls. It asks the trainer's process to make vLLM's control calls with
   the server's client. If a call fails or the deadline passes, the sender is killed, because over
-  NCCL it may be waiting for a server that never joins. The server must then be restarted. If
-  it is an attached server, which the run did not start, its operator must do so.
+  NCCL it may be waiting for a server that never joins. The server must then be restarted. The run
+  restarts an owned server; the operator of an attached server, which the run did not start, must
+  restart it.
 
   This transfer has not been tested on hardware; `rollout.vllm.sender` lists the open questions.
   Data parallelism within a server is not supported, because the server reports only the workers of
-  its first data-parallel group, and the communication group would wait for the others.
+  its first data-parallel group, and the communication group would wait for the workers of the other
+  groups.
   """
 
   def __init__(

@@ -239,11 +239,10 @@ class Change(NamedTuple):
 def read_delta(
   views: Mapping[str, View], files: Mapping[str, Mapping[str, str]], directory: str
 ) -> list[Change]:
-  """Reads a delta, whose format is that of `jaxrl_llm.weights.deltas`, and checks that it fits the
-  model.
+  """Reads a delta in the format of `jaxrl_llm.weights.deltas`, and checks that it fits the model.
 
   Raises:
-    ValueError: the delta is not the announced one, or does not fit.
+    ValueError: the delta differs from the announced digests, or does not fit the model.
   """
   arrays = read_checked(files, directory)
   names = sorted({key.removesuffix('/gaps').removesuffix('/bits') for key in arrays})
