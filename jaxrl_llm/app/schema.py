@@ -462,6 +462,12 @@ class Config:
     for stage in self.stages:
       if isinstance(stage.source, Rollouts):
         stage.source.limits.check(self.rollout.collect_deadline_s, f'stages.{stage.name}.source.')
+        if stage.source.longest_response > self.rollout.max_response_length:
+          raise UserError(
+            f'stages.{stage.name}.source.response_lengths: {stage.source.longest_response} tokens '
+            f'above rollout.max_response_length={self.rollout.max_response_length}, for which the '
+            'programs are compiled; lower them, or raise the latter'
+          )
     self._check_origins()
     self._check_other_runs()
     self._check_rewards()
@@ -713,6 +719,11 @@ class Config:
           )
         elif source.past is not None:
           reason = f'{where}.past; remove it'
+        elif (limits := [tokens for _, tokens in source.response_lengths]) != sorted(limits):
+          reason = (
+            f'{where}.response_lengths {limits}, which would cut answers that have begun; wanted '
+            'ascending lengths'
+          )
         elif rollout.partial.max_groups(source.groups_per_batch, source.bound) < in_hand:
           reason = (
             f'{where}.groups_per_batch times bound + 1 = {in_hand} above rollout.partial.groups; '

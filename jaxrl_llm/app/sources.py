@@ -103,6 +103,12 @@ class Rollouts:
   """Sampling temperature. There is no top_p or top_k for training rollouts, since the trainer's
   logprobs are those of the unfiltered distribution.
   """
+  response_lengths: tuple[tuple[int, int], ...] = ()
+  """Limits of the response length, as pairs (step of the stage, tokens), such as `((0, 8192), (500,
+  16384))`: from each step on, groups begin with this limit until the next one applies. The first
+  step is 0. Each limit is at most `rollout.max_response_length`, which applies if the tuple is
+  empty. Evaluations always use the latter.
+  """
   rewards: Mapping[str, float] | None = None
   """Weights of the scorers that judge the stage's rollouts, keyed by scorer name. Other scorers do
   not judge them. If None, all scorers judge them with their configured weights.
@@ -157,6 +163,11 @@ class Rollouts:
     return self.selection.unit
 
   @property
+  def longest_response(self) -> int:
+    """Highest of the stage's `response_lengths`; 0 if there are none."""
+    return max((tokens for _, tokens in self.response_lengths), default=0)
+
+  @property
   def groups(self) -> int:
     """Maximum number of groups in a batch, including replayed ones."""
     return self.groups_per_batch + (self.past.groups if self.past is not None else 0)
@@ -190,6 +201,7 @@ class Rollouts:
       raise UserError(
         f'{where}temperature: {self.temperature} is not above 0: training needs samples to differ'
       )
+    self._check_lengths(where)
     if self.selection.pairs and self.group_size < 2:
       raise UserError(f'{where}group_size: 1 sample makes no pair; wanted at least 2')
     if self.experts is not None and self.selection.kind not in ('all', 'mixed'):
@@ -233,6 +245,18 @@ class Rollouts:
         f'batch before a publication would train on rollouts of weights {age} updates old; raise '
         f'bound to {age}, or publish more often'
       )
+
+  def _check_lengths(self, where: str) -> None:
+    steps = [step for step, _ in self.response_lengths]
+    if steps and (steps[0] != 0 or steps != sorted(set(steps))):
+      raise UserError(
+        f'{where}response_lengths: its steps are {steps}, wanted ascending steps from 0 on'
+      )
+    for step, tokens in self.response_lengths:
+      if tokens < 1:
+        raise UserError(
+          f'{where}response_lengths: {tokens} tokens from step {step} on, wanted at least 1'
+        )
 
   def _check_follow(self, where: str, follow: FollowConfig) -> None:
     follow.check(f'{where}follow.')

@@ -27,7 +27,7 @@ from jaxrl_llm.master.mismatch import (
 from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, spread
 
-_OWN_PREFIXES = ('partial/', 'explore/', 'perf/')
+_OWN_PREFIXES = ('partial/', 'explore/', 'perf/', 'response_length/')
 """Counters of a plan that begin with one of these are metrics under their own names. The names of
 other counters get the prefix `run/`.
 """

@@ -61,6 +61,11 @@ class Sampling:
   ends by a stop token or the length limit at the same token, the stop token or the length limit is
   reported as the reason.
   """
+  max_response_length: int | None = None
+  """Maximum number of tokens of a sample after its prompt, if a stage sets a limit below the run's.
+  Workflows apply it to the requests that they make; engines do not read it. If None, only the run's
+  limit applies.
+  """
 
   def __post_init__(self):
     if not 0.0 <= self.temperature < float('inf'):
@@ -71,6 +76,12 @@ class Sampling:
       raise UserError(f'sampling.top_p: got {self.top_p}, wanted 0 < top_p <= 1; 1 is off')
     if self.top_k != -1 and self.top_k < 1:
       raise UserError(f'sampling.top_k: got {self.top_k}, wanted at least 1, or -1 for off')
+
+  def limit(self, max_tokens: int) -> int:
+    """Returns the lower of `max_tokens` and `max_response_length`."""
+    if self.max_response_length is None:
+      return max_tokens
+    return min(max_tokens, self.max_response_length)
 
   @property
   def filtered(self) -> bool:

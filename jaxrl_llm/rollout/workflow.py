@@ -98,7 +98,8 @@ class Workflow(Protocol):
       stage: name of the stage, the first part of the sample uid `<stage>/<task
         uid>/<visit>/<index>`. The group id is the sample uid without the index.
       samples: number of trajectories.
-      sampling: sampling parameters.
+      sampling: sampling parameters. The workflow passes them on in its requests, and keeps to
+        `sampling.max_response_length`.
     """
     ...
 
@@ -203,7 +204,7 @@ class SingleTurn:
     return Request(
       uid=f'{stage}/{task.uid}/{visit}',
       prompt=tuple(await self._prompt(task)),
-      max_tokens=self.max_tokens,
+      max_tokens=sampling.limit(self.max_tokens),
       sampling=sampling,
       stop_ids=tuple(self._tokenizer.stop_ids),
       samples=samples,

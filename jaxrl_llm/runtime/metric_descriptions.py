@@ -148,6 +148,10 @@ METRICS: dict[str, str] = {
   'response_length/clip_ratio': (
     'Share of responses cut at the token limit. Above 0.1, the limit distorts training.'
   ),
+  'response_length/limit': (
+    "Token limit of the batch's responses: the highest at which any of its groups began. Only with "
+    'source.response_lengths.'
+  ),
   **_of('prompt_length', 'prompt length in tokens', ''),
   **_of('num_turns', 'turns (runs of tokens that the policy wrote) per trajectory', ''),
   **_of('num_steps', 'steps (samples) per trajectory', 'Absent with rollout.max_steps=1.'),

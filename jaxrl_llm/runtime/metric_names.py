@@ -88,6 +88,7 @@ LABELS: dict[str, Label] = {
   'response_length/max': Label('Longest response', _TOKENS),
   'response_length/min': Label('Shortest response', _TOKENS),
   'response_length/clip_ratio': Label('Responses cut at the limit', _SHARE),
+  'response_length/limit': Label('Limit of the response length', _TOKENS),
   'response/aborted_ratio': Label('Aborted responses', _SHARE),
   'prompt_length/mean': Label('Prompt length', _TOKENS),
   'prompt_length/max': Label('Longest prompt', _TOKENS),

@@ -47,6 +47,26 @@ def config():
     ),
     ('registry.lease_s', '3', ['registry.lease_s: 3', 'at least 15']),
     ('stages.grpo.source.group_size', '-3', ['stages.grpo.source.group_size: -3']),
+    (
+      'stages.grpo.source.response_lengths',
+      '[[0, 8], [5, 9]]',
+      ['stages.grpo.source.response_lengths: 9 tokens above rollout.max_response_length=7'],
+    ),
+    (
+      'stages.grpo.source.response_lengths',
+      '[[1, 3]]',
+      ['response_lengths: its steps are [1]', 'ascending steps from 0'],
+    ),
+    (
+      'stages.grpo.source.response_lengths',
+      '[[0, 3], [0, 4]]',
+      ['response_lengths: its steps are [0, 0]', 'ascending'],
+    ),
+    (
+      'stages.grpo.source.response_lengths',
+      '[[0, 0]]',
+      ['response_lengths: 0 tokens from step 0 on', 'at least 1'],
+    ),
     ('stages.sft.steps', '0', ['stages.sft.steps: 0']),
     ('stages.sft.evaluate_every', '0', ['stages.sft.evaluate_every: 0']),
     ('learner.chunks_per_rank', '0', ['learner.chunks_per_rank: 0']),

@@ -24,6 +24,7 @@ PIPELINE = (
     for name in ('reasoning', 'collect', 'all_rewards')
     for field in ('groups_per_batch=6', 'group_size=4')
   ),
+  '--config.stages.reasoning.source.response_lengths=[[0, 3], [2, 7]]',
   '--config.stages.all_rewards.init_from=["reasoning", "distil"]',
   '--config.checkpoint.keep=1',
 )
@@ -76,6 +77,14 @@ def test_each_stage_is_judged_by_its_own_scorers(pipeline):
   assert any(key.startswith('rewards/verifier') for key in names['reasoning'])
   assert not any(key.startswith('rewards/overlong') for key in names['reasoning'])
   assert any(key.startswith('rewards/overlong') for key in names['all_rewards'])
+
+
+def test_a_stage_raises_the_limit_of_its_responses(pipeline):
+  rows = [row for row in steps(pipeline, 'reasoning') if 'response_length/limit' in row]
+  assert [row['response_length/limit'] for row in rows] == [3, 3, 7, 7]
+  longest = [row['response_length/max'] for row in rows]
+  assert longest[:2] == [3, 3] and max(longest[2:]) > 3
+  assert not any('response_length/limit' in row for row in steps(pipeline, 'all_rewards'))
 
 
 def test_replaced_weights_are_another_attempt_and_every_sample_is_accounted_for(pipeline):

@@ -95,6 +95,7 @@ def build_batches(
     batch_policy=source.batch_policy,
     batches=stage_config.steps,
     sampling=config.rollout.sampling(source.temperature),
+    response_lengths=source.response_lengths,
     selection=source.selection,
     processors=build_processors(source.processors),
     past=_past(stage.name, source.past, seed),

@@ -77,9 +77,12 @@ def build_stages(
   return tuple(stages)
 
 
-def _setting(config: Config) -> Setting:
-  rollout = config.rollout
-  return Setting(max_response_length=rollout.max_response_length, max_steps=rollout.max_steps)
+def _setting(stage: StageConfig, config: Config) -> Setting:
+  rollout, source = config.rollout, stage.source
+  longest = source.longest_response if isinstance(source, Rollouts) else 0
+  return Setting(
+    max_response_length=longest or rollout.max_response_length, max_steps=rollout.max_steps
+  )
 
 
 def _stage(
@@ -96,7 +99,7 @@ def _stage(
     raise UserError(
       f'{where}.optimizer: missing, and learner.optimizer too; give one with its peak_lr'
     )
-  algorithm = build_algorithm(stage.algorithm, _setting(config))
+  algorithm = build_algorithm(stage.algorithm, _setting(stage, config))
   _check_stage(stage, config, algorithm)
   for line in algorithm.no_effect:
     logging.warning('%s.algorithm: %s', where, line)
@@ -332,8 +335,10 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
 
 def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
   """Returns the spec of the stages' model: a policy, or a reward model with one output."""
-  setting = _setting(config)
-  heads = {stage.name: build_algorithm(stage.algorithm, setting).head for stage in config.stages}
+  heads = {
+    stage.name: build_algorithm(stage.algorithm, _setting(stage, config)).head
+    for stage in config.stages
+  }
   if len(set(heads.values())) > 1:
     raise UserError(
       f'stages: {heads} train models of different outputs; train them in separate runs'

@@ -45,6 +45,11 @@ class ExplorerConfig:
   batches: int | None = None
   """Number of batches in the stage. If None, the number is unlimited."""
   sampling: Sampling = Sampling()
+  response_lengths: tuple[tuple[int, int], ...] = ()
+  """(batch, tokens) pairs: samples that begin with weights that have been trained on at least
+  `batch` of the stage's batches have at most `tokens` tokens after the prompt. Batches ascend. If
+  empty, only the run's limit applies.
+  """
   processors: tuple[tuple[str, Processor | ModelProcessor], ...] = ()
   """(name, processor) pairs. The processors run on each finished group, in this order."""
   selection: SelectionConfig = SelectionConfig()
@@ -67,3 +72,12 @@ class ExplorerConfig:
   limits: TaskLimits = TaskLimits()
   collect_deadline_s: float = 3600.0
   """Maximum wait for a batch, in seconds."""
+
+  def sampling_after(self, batches: int) -> Sampling:
+    """Returns the sampling parameters of a group that begins with weights that have been trained on
+    so many of the stage's batches.
+    """
+    limits = [tokens for first, tokens in self.response_lengths if first <= batches]
+    if not limits:
+      return self.sampling
+    return dataclasses.replace(self.sampling, max_response_length=limits[-1])

@@ -57,6 +57,7 @@ from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import Ref
 from jaxrl_llm.replay.tables import AWAITED, Issue, State
 from jaxrl_llm.rewards.api import Verdict, drops_group
+from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
@@ -366,6 +367,9 @@ class Explorer:
     self._returned = {group.name for group in groups}
     if self._gate.is_full and not self._groups.running:
       self._give_up_parked()
+    if self._config.response_lengths:
+      limits = (self._sampling(group).max_response_length for group in groups)
+      self._counts['response_length/limit'] = max(limit for limit in limits if limit is not None)
     if self._config.partial is not None:
       for name in ('cut', 'continued', 'returned'):  # Every batch has these keys.
         self._counts[f'partial/{name}'] += 0
@@ -656,7 +660,14 @@ class Explorer:
     with self._clock.busy():
       try:
         spans = await self._spans(group)
-        judged = await self._runner.run(group.name, group.task, group.visit, spans, placed=placed)
+        judged = await self._runner.run(
+          group.name,
+          group.task,
+          group.visit,
+          spans,
+          sampling=self._sampling(group),
+          placed=placed,
+        )
         processed = None
         if not self._needs_trainer(judged.members):  # Otherwise, rewards are not complete yet.
           processed = await self._processors.run(scorable_of(judged.members), self._writer.step)
@@ -668,6 +679,12 @@ class Explorer:
         return
     group.rolled_out, group.scored = judged.rolled_out, judged.scored
     self._admit(group, judged.members, processed)
+
+  def _sampling(self, group: StartedGroup) -> Sampling:
+    """Returns the group's sampling parameters. They depend on the batches that its first weights
+    have been trained on, so a restart does not change them.
+    """
+    return self._config.sampling_after(max(0, group.last_batch - self._config.bound))
 
   async def _spans(self, group: StartedGroup) -> list[list[Span]]:
     """Returns the spans (runs of tokens) that earlier batches generated for each sample of a group.

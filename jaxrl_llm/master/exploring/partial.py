@@ -113,19 +113,20 @@ async def continue_group(
     GroupCut: a sample is unfinished and has used up its budget.
     UserError: a sample already has more tokens than the length limit, which was lowered meanwhile.
   """
+  max_tokens = sampling.limit(workflow.max_tokens)
   before = {index: joined(of_sample) for index, of_sample in enumerate(spans) if of_sample}
   for index, span in before.items():
-    most = workflow.max_tokens - (span.finish is None)
+    most = max_tokens - (span.finish is None)
     if len(span.tokens) > most:
       raise UserError(
-        f'rollout.max_response_length: got {workflow.max_tokens}, but the partial sample '
+        f'rollout.max_response_length: got {max_tokens}, but the partial sample '
         f'{stage}/{task.uid}/{visit}/{index} {"continues after" if span.finish is None else "has"} '
         f'{len(span.tokens)} tokens; wanted the length with which it was begun, or branch with '
         '--reset_store'
       )
   budget = {}
   for index, of_sample in enumerate(spans):
-    remaining = workflow.max_tokens - (len(before[index].tokens) if index in before else 0)
+    remaining = max_tokens - (len(before[index].tokens) if index in before else 0)
     if not of_sample or of_sample[-1].finish is None:
       budget[index] = (
         remaining if len(of_sample) + 1 >= config.max_spans else min(remaining, config.budget)
@@ -140,7 +141,7 @@ async def continue_group(
     budget=budget,
   )
   new = {
-    index: _span(completion, before.get(index), workflow.max_tokens, sampling)
+    index: _span(completion, before.get(index), max_tokens, sampling)
     for index, completion in completions.items()
   }
   whole = [

@@ -21,6 +21,7 @@ from jaxrl_llm.master.exploring.judging import judge, judge_group
 from jaxrl_llm.master.exploring.partial import GroupCut, continue_group
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.rewards.pool.pool import ScorerPool
+from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.contract import checked_run
 from jaxrl_llm.rollout.workflow import Rollout, Workflow
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
@@ -84,6 +85,7 @@ class GroupRunner:
     visit: int,
     spans: Sequence[Sequence[Span]] = (),
     *,
+    sampling: Sampling,
     placed: Placed | None = None,
   ) -> Judged:
     """Generates and scores the group `name`. Tries again if a try times out.
@@ -106,7 +108,7 @@ class GroupRunner:
         async with asyncio.timeout(seconds) as limit:
           hold = _Hold(limit)
           untimed = None if placed is None else functools.partial(hold.wait, placed)
-          judged = await self._run(name, task, visit, spans, untimed)
+          judged = await self._run(name, task, visit, spans, sampling, untimed)
       except TimeoutError:
         if not limit.expired():
           raise
@@ -131,12 +133,17 @@ class GroupRunner:
     return _TIMEOUT, limits.timeout_s
 
   async def _generate(
-    self, task: Task, visit: int, spans: Sequence[Sequence[Span]], placed: Placed | None
+    self,
+    task: Task,
+    visit: int,
+    spans: Sequence[Sequence[Span]],
+    sampling: Sampling,
+    placed: Placed | None,
   ) -> AsyncIterator[Rollout]:
     """Returns an iterator over the group's samples with their texts. With partial rollouts, first
     waits until all samples are finished, since an unfinished group is not scored.
     """
-    how = {'stage': self._config.stage, 'sampling': self._config.sampling}
+    how = {'stage': self._config.stage, 'sampling': sampling}
     if self._config.partial is None:
       size, most = self._config.group_size, self._config.max_steps
       return checked_run(self.workflow, task, visit, samples=size, max_steps=most, **how)
@@ -153,13 +160,14 @@ class GroupRunner:
     task: Task,
     visit: int,
     spans: Sequence[Sequence[Span]],
+    sampling: Sampling,
     placed: Placed | None,
   ) -> Judged:
     count, rewards = self._config.group_size, self.scorers.config
     open_requests = {Edge.ROLLOUT: self._events.request(Edge.ROLLOUT, group=name, count=count)}
     try:
       try:
-        runs = await self._generate(task, visit, spans, placed)
+        runs = await self._generate(task, visit, spans, sampling, placed)
       except GroupCut:
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=0)
         raise

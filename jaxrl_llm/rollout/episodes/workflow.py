@@ -100,7 +100,7 @@ class Episodes(abc.ABC):
       self.tokenizer,
       place,
       sampling=sampling,
-      max_tokens=self.max_tokens,
+      max_tokens=sampling.limit(self.max_tokens),
       max_steps=self.max_steps,
       history=self._history,
       max_prompt=self.max_prompt,

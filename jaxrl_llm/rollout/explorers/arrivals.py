@@ -131,6 +131,8 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
     check_integer(sampling, 'top_k', -1, INT32 - 1)
     for name in ('temperature', 'top_p'):
       check_number(sampling, name)
+    if sampling.get('max_response_length') is not None:
+      check_integer(sampling, 'max_response_length', 1, INT32 - 1)
     if sampling.get('repetition_detection') is not None:
       detection = field(sampling, 'repetition_detection', dict)
       for name in detection:

@@ -125,6 +125,21 @@ def test_a_member_carries_what_was_said_and_its_scores_and_the_store_has_the_sam
     assert stored.tokens.tolist() == sample.tokens.tolist()
 
 
+@pytest.mark.parametrize('bound', [0, 2])
+def test_a_group_keeps_the_limit_of_the_step_at_which_it_began(tokenizer, store, bound):
+  """With bound 2, the groups of the first three batches begin before the first update."""
+  exploration = exploring.Exploration(
+    tokenizer, store, lambda attempt: 1.0, bound=bound, response_lengths=((0, 1), (1, 3), (3, 9))
+  )
+  batches = run(exploration.batches(5))
+  limits = [counts['response_length/limit'] for _, counts in batches]
+  asked = {request.group: request.max_tokens for request in exploration.engine.requests}
+  # The workflow's own limit is 4.
+  assert limits == ([1, 3, 3, 9, 9] if bound == 0 else [1, 1, 1, 3, 3])
+  for (batch, _), limit in zip(batches, limits, strict=True):
+    assert {asked[member.sample.group_id] for member in batch} == {min(limit, 4)}
+
+
 def test_too_many_unscorable_groups_end_the_run_with_one_line(tokenizer, store):
   exploration = exploring.Exploration(tokenizer, store, lambda attempt: None, max_dropped_groups=3)
   with pytest.raises(RunError) as caught:

@@ -262,7 +262,9 @@ def test_waiting_for_a_place_does_not_raise_the_straggler_limit(tokenizer, store
 
     begun = LOOP_CLOCK.monotonic()
     run.engine.hold = lambda request: LOOP_CLOCK.monotonic() < begun + 1.0
-    await runner.run('grpo/g/0', run.exploration.tasks[1], 0, [[], []], placed=placed)
+    await runner.run(
+      'grpo/g/0', run.exploration.tasks[1], 0, [[], []], sampling=Sampling(), placed=placed
+    )
 
   simulated(main())
   assert runner._limit() == ('straggler', pytest.approx(2.0, abs=0.1))
@@ -666,6 +668,11 @@ def test_a_budget_that_means_nothing_is_refused(fields):
       {'engine': 'vllm', 'vllm': VllmConfig(discover=2)},
       {'bound': 0},
       'bound 0 and rollout.vllm.discover, with which servers join and leave',
+    ),
+    (
+      {},
+      {'response_lengths': ((0, 9), (5, 8))},
+      'response_lengths [9, 8], which would cut answers that have begun; wanted ascending lengths',
     ),
     ({}, {'past': PastConfig(groups=1, max_uses=2)}, 'stages.grpo.source.past; remove it'),
     (

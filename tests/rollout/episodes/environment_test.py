@@ -68,8 +68,9 @@ def _importable(monkeypatch):
   OPEN.clear()
 
 
-async def samples_of(workflow, samples):
-  runs = checked_run(workflow, TASK, 0, stage='grpo', samples=samples, sampling=Sampling())
+async def samples_of(workflow, samples, sampling=None):
+  sampling = sampling or Sampling()
+  runs = checked_run(workflow, TASK, 0, stage='grpo', samples=samples, sampling=sampling)
   return sorted([rollout async for rollout in runs], key=lambda each: each.sample.sample_index)
 
 
@@ -88,6 +89,15 @@ def test_the_policy_acts_until_the_environment_is_done(tokenizer):
 def test_an_episode_ends_at_the_limit_of_turns(tokenizer):
   for sample, _, verdict, *_ in simulated(rollouts(counting(tokenizer, max_turns=2))):
     assert len(sample.segments) == 2 and verdict.value == 2.0
+
+
+def test_an_episode_ends_at_the_stages_limit_of_tokens(tokenizer):
+  """Turns and observations together have as many tokens as a stage permits."""
+  short = Sampling(max_response_length=6)
+  found = simulated(samples_of(counting(tokenizer, max_turns=40), 2, short))
+  whole = simulated(samples_of(counting(tokenizer, max_turns=40), 2))
+  for cut, rollout in zip(found, whole, strict=True):
+    assert cut.sample.response_len <= 6 < rollout.sample.response_len
 
 
 RELEASED = threading.Event()

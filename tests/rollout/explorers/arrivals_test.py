@@ -302,6 +302,7 @@ def test_an_honest_request_passes_as_it_is():
     ({'sampling': {**SAMPLING, 'top_k': 2**40}}, 'top_k is 1099511627776'),
     ({'sampling': {**SAMPLING, 'top_k': 0.5}}, 'top_k is float, wanted int'),
     ({'sampling': {**SAMPLING, 'top_p': True}}, 'top_p is True'),
+    ({'sampling': {**SAMPLING, 'max_response_length': 0}}, 'max_response_length is 0, wanted 1'),
     ({'sampling': {**SAMPLING, 'repetition_detection': 3}}, 'repetition_detection is int'),
     ({'sampling': {**SAMPLING, 'repetition_detection': {'min_count': 2**40}}}, 'min_count is'),
     ({'sampling': {**SAMPLING, 'repetition_detection': {'min_count': 1}}}, 'max_pattern_size'),
