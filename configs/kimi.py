@@ -3,13 +3,16 @@ long2short, which merges weights, imitates the shortest correct answers, and tra
 for them with DPO.
 
 The stages follow sections 2.1 to 2.4 of the paper, at toy size. `long_cot` stands for the paper's
-small, clean data set of long reasoning; it has only right answers. `rl_length` continues `rl` with
-the length reward, which is added only when the policy answers well. `merge` starts from the mean of
-the weights of `long_cot` and `rl_length`, and only generates samples. `shortest` and `dpo` learn
-from these samples.
+small, clean data set of long reasoning; it has only right answers. `rl` has a curriculum: it begins
+with short words. `rl_length` continues it with the length reward, which is added only when the
+policy answers well. `merge` starts from the mean of the weights of `long_cot` and `rl_length`, and
+only generates samples. `shortest` and `dpo` learn from these samples.
+
+A variant without_STAGE omits a stage, or the curriculum, to show what it contributes.
 
 Paper:     Kimi k1.5 (arXiv:2501.12599).
 Command:   jaxrl train --config=kimi
+           jaxrl train --config=kimi:without_curriculum
 Hardware:  a laptop's CPU.
 Time and result: docs/develop/acceptance.md.
 """
@@ -21,21 +24,43 @@ import quickstart
 from jaxrl_llm.api import (
   AlgorithmConfig,
   Config,
+  LaterWeights,
   OptimizerConfig,
+  SamplerConfig,
   ScorerConfig,
   SelectionConfig,
   StageConfig,
   Stored,
+  TasksetConfig,
 )
 
 LENGTH = ScorerConfig(name='length', weight=0.0)
 """Only the stage `rl_length` sets a weight, so that evaluations measure correctness alone."""
+SHORT = {'min_word_len': 3, 'max_word_len': 4}
+"""Options of the taskset with which the curriculum begins. The other words have up to 5 letters."""
+CURRICULUM = SamplerConfig(
+  weights={'short': 1.0, 'train': 0.0},
+  schedule=(LaterWeights(from_batch=40, weights={'short': 0.0, 'train': 1.0}),),
+)
+LEFT_OUT = ('long_cot', 'curriculum', 'rl_length', 'shortest', 'dpo')
+"""Parts that a variant may omit."""
 
 
-def get_config() -> Config:
+def get_config(variant: str = '') -> Config:
+  left_out = variant.removeprefix('without_')
+  if variant and (left_out not in LEFT_OUT or left_out == variant):
+    known = ', '.join(f'without_{name}' for name in LEFT_OUT)
+    raise ValueError(f'variant {variant!r}: there are {known}')
   config = quickstart.get_config()
   sft, grpo = config.stages
   answered = dataclasses.replace(grpo.source, rewards={'verifier': 1.0})
+  merged = (
+    'sft' if left_out == 'long_cot' else 'long_cot',
+    'rl' if left_out == 'rl_length' else 'rl_length',
+  )
+  first = answered
+  if left_out != 'curriculum':
+    first = dataclasses.replace(answered, tasksets=('short', 'train'), sampler=CURRICULUM)
   stages = (
     dataclasses.replace(sft, steps=400),
     dataclasses.replace(
@@ -45,7 +70,7 @@ def get_config() -> Config:
       steps=30,
       optimizer=dataclasses.replace(sft.optimizer, peak_lr=3e-4),
     ),
-    dataclasses.replace(grpo, name='rl', source=answered, steps=140, evaluate_every=None),
+    dataclasses.replace(grpo, name='rl', source=first, steps=140, evaluate_every=None),
     dataclasses.replace(
       grpo,
       name='rl_length',
@@ -57,7 +82,7 @@ def get_config() -> Config:
     dataclasses.replace(
       grpo,
       name='merge',
-      init_from=('long_cot', 'rl_length'),
+      init_from=merged,
       source=dataclasses.replace(answered, groups_per_batch=64, group_size=8, rollout_only=True),
       steps=15,
       evaluate_every=None,
@@ -66,7 +91,16 @@ def get_config() -> Config:
     _long2short('dpo', 'dpo', 'pairs', OptimizerConfig(peak_lr=1e-4, b2=0.99)),
   )
   rewards = dataclasses.replace(config.rewards, scorers=(*config.rewards.scorers, LENGTH))
-  return dataclasses.replace(config, name='kimi', rewards=rewards, stages=stages)
+  short = TasksetConfig(
+    name='short', split='train', **{**quickstart.TASKS['spell_backward'], 'options': SHORT}
+  )
+  return dataclasses.replace(
+    config,
+    name=f'kimi_{variant}'.rstrip('_'),
+    tasksets=(*config.tasksets, short),
+    rewards=rewards,
+    stages=tuple(stage for stage in stages if stage.name != left_out),
+  )
 
 
 def _long2short(

@@ -47,7 +47,7 @@ _NAMES = (
   ('jaxrl_llm.runtime.log.config', 'LoggingConfig LogWriterConfig WandbConfig'),
   ('jaxrl_llm.tasks.examples', 'ExamplesConfig'),
   ('jaxrl_llm.tasks.preferences', 'PreferencesConfig'),
-  ('jaxrl_llm.tasks.sampler', 'SamplerConfig'),
+  ('jaxrl_llm.tasks.sampler', 'LaterWeights SamplerConfig'),
   ('jaxrl_llm.tasks.taskset', 'Shot TaskProcessorConfig TasksetConfig'),
   ('jaxrl_llm.tasks.tokenizer', 'TokenizerConfig'),
   # Sweeps
