@@ -86,8 +86,8 @@ Score = Callable[[Params, Chunks, Int[Array, '']], Float[Array, 'micro chunks ..
 
 
 def build_score(model: Model, mesh: Mesh, *, token_chunk: int) -> Score:
-  """Builds a jitted forward-only pass. It returns the logprobs, values or scores of the first
-  `used` micro-batches, and 0 for the other micro-batches.
+  """Builds a jitted forward-only pass with the arguments (params, batch, used). It returns the
+  logprobs, values or scores of the first `used` micro-batches, and 0 for the other micro-batches.
   """
   return _build_pass(
     lambda params, chunks: chunk_outputs(model, params, chunks, token_chunk=token_chunk)[0], mesh
@@ -98,8 +98,9 @@ Value = Callable[[Params, Chunks, Int[Array, '']], StateValues]
 
 
 def build_value(critic: Model, mesh: Mesh) -> Value:
-  """Builds a jitted forward-only pass of a critic. For each token, it returns the value of the
-  state before the token and the value of the state after it.
+  """Builds a jitted forward-only pass of a critic with the arguments of `build_score`'s pass. For
+  each token, it returns the value of the state before the token and the value of the state after
+  it.
   """
   return _build_pass(
     lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids), mesh

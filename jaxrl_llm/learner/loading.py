@@ -27,7 +27,7 @@ def read_params(
   Args:
     spec: spec of the model in the directory, which may have another kind of head than `model`.
     with_head: whether to read the output head if it is separate from the embedding. If False, the
-      result has none; see `with_output`.
+      result has no such head; `with_output` adds one.
 
   Raises:
     UserError: see `weights.hf.load_params`.

@@ -44,10 +44,11 @@ class AdvantageOptions:
   """How advantages are assigned in trajectories of several steps (`rollout.max_steps`). Only for
   adv_estimator grpo, rloo and reinforce_plus_plus_baseline.
 
-  'trajectory': all steps of a trajectory get the same advantage, that of its total reward. 'step':
-  each step gets the advantage of its return, relative to the steps with the same index in the other
-  trajectories of the group. 'gigpo': the trajectory's advantage, plus the advantage of the step's
-  return relative to the steps of the group with the same prompt (GiGPO, arXiv:2505.10978).
+  'trajectory': all steps of a trajectory get the advantage of the trajectory's total reward.
+  'step': each step gets the advantage of its return, relative to the steps with the same index in
+  the other trajectories of the group. 'gigpo': the trajectory's advantage, plus the advantage of
+  the step's return relative to the steps of the group with the same prompt (GiGPO,
+  arXiv:2505.10978).
   """
   step_gamma: float = 1.0
   """Discount per step in the return of a step. Only for credit 'step' and 'gigpo'."""
@@ -396,8 +397,9 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
 
 
 def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
-  """Raises UserError if the overlong buffer is longer than the longest response, or if an option is
-  negative.
+  """Raises UserError if the overlong buffer is longer than the longest response, if an option is
+  negative, or if lengths are rewarded or penalised although trajectories may have several
+  sequences.
   """
   if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
     raise UserError(

@@ -129,8 +129,8 @@ def place_array(array: Shaped[np.ndarray, '...'] | StoredArray, sharding: jax.sh
 def with_output(
   model: Model, mesh: Mesh, body: Params, kernel: Float[Array, 'out embed']
 ) -> Params:
-  """Returns parameters of `model` that consist of the output `kernel` and otherwise of `body`, the
-  parameters of another model. The arrays of `body` are shared, not copied.
+  """Returns parameters of `model`: `kernel` is the output head, and all other arrays are those of
+  `body`, the parameters of another model. These arrays are shared, not copied.
   """
   host, sharding = np.asarray(kernel), param_shardings(model, mesh)['head']['kernel']
   placed = jax.make_array_from_callback(

@@ -73,9 +73,9 @@ def gradients(
     params: trainable parameters; gradients are taken with respect to them.
     batch: arrays `[micro_batches, chunks, ...]`. The micro-batches from index `used` on are empty:
       their loss_mask is False everywhere.
-    constants: constants that the loss reads, from the annotation of the batch. If `AT_REFERENCE` is
-      among them and not 0, the reference's logprobs are those of this forward pass too, instead of
-      those in `batch`, so that the KL divergence is exactly 0.
+    constants: constants that the loss reads, from the annotation of the batch. If they contain
+      `AT_REFERENCE` with a value other than 0, the logprobs of this forward pass replace the
+      reference logprobs in `batch`, so that the KL divergence is exactly 0.
     on_policy: fields of `batch` that must equal the logprobs of the policy before this update. The
       forward pass of this update computes these logprobs, so the fields are filled with them, as
       constants, without an extra pass.
@@ -232,8 +232,8 @@ Measure = Callable[[Params, Chunks, Int[Array, ''], Constants], dict[str, Stat]]
 
 
 def build_measure(model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int) -> Measure:
-  """Builds a jitted pass without gradient that sums the terms and statistics of a loss over the
-  first `used` micro-batches.
+  """Builds a jitted pass without gradient, with the arguments (params, batch, used, constants). It
+  sums the terms and statistics of a loss over the first `used` micro-batches.
   """
 
   def micro_stats(params: Params, chunks: Chunks, constants: Constants) -> dict[str, Stat]:
