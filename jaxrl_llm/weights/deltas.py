@@ -1,8 +1,9 @@
 """Lossless deltas: the elements whose bits differ between two versions of the same weights.
 
-A delta of a tensor has two arrays. `gaps` holds the positions of the changed elements in C order,
-as the number of unchanged elements before each, in bytes: a byte below 255 ends a gap, and each
-byte of 255 adds 255 to it. `bits` holds the new bits of these elements, as integers.
+A delta of a tensor has two arrays. `gaps` encodes the positions of the changed elements in C order.
+Each gap is the number of unchanged elements since the previous changed one, in one or more bytes:
+each byte of 255 adds 255 to the gap, and a byte below 255 ends it. `bits` holds the new bits of
+these elements, as integers.
 
 Invariant: a delta that `apply` accepts has increasing positions within the tensor. Everything is
 checked before the first element is written.
@@ -25,7 +26,9 @@ _LONG = 255
 
 
 def encode_gaps(positions: Int[np.ndarray, 'count'], before: int = -1) -> UInt8[np.ndarray, 'n']:
-  """Encodes increasing positions. `before` is the position to which the first gap refers."""
+  """Encodes increasing positions. `before` is the position of the changed element before them, or
+  -1 if there is none.
+  """
   gaps = np.diff(positions, prepend=before) - 1
   long = gaps // _LONG
   ends = np.cumsum(long + 1) - 1
@@ -86,8 +89,8 @@ def apply(
 
 
 class Image:
-  """The bytes of the newest version, laid out as its file, in the memory of this process. It takes
-  the next version as a sink of `TensorWriter` and collects what changed.
+  """The bytes of the newest version in the memory of this process, in the layout of its file. As a
+  sink of `TensorWriter`, it takes the next version and collects the elements that changed.
   """
 
   def __init__(self, layout: FileLayout, itemsize: int):
@@ -105,9 +108,9 @@ class Image:
     """Prepares for the next version.
 
     Args:
-      compare: whether to count the elements that change. If not, the version only replaces the one
-        before.
-      collect: whether to collect them, too, for a delta.
+      compare: whether to count the elements that change. If not, the version replaces the previous
+        one without a comparison.
+      collect: whether to collect the changed elements for a delta.
     """
     self._compares, self._collects = compare, collect
     self.changed = 0
@@ -144,7 +147,9 @@ class Image:
 
   @property
   def is_smaller(self) -> bool:
-    """Whether the collected delta has fewer bytes than the tensors. If not, it is incomplete."""
+    """Whether the collected delta has fewer bytes than the tensors. If not, the delta is
+    incomplete, because no more changes are collected.
+    """
     return self.nbytes < self._layout.nbytes
 
   def arrays(self) -> Iterator[tuple[str, Integer[np.ndarray, 'n']]]:

@@ -149,7 +149,8 @@ def export(
   The weights are written last, so that their presence marks the directory as complete. A model with
   a 'scalar' head is written for AutoModelForSequenceClassification, and a model with a 'value' head
   for AutoModelForTokenClassification. Both are written with one label and without
-  generation_config.json.
+  generation_config.json. Raises UserError if `tokenizer_dir` has no tokenizer or the model cannot
+  be expressed in Hugging Face's form, and RunError if a file cannot be written.
 
   Args:
     directory: output directory, created if missing.
@@ -203,7 +204,8 @@ def resolve(source: str | Path) -> Path:
   """Returns a model's directory. This is `source` itself if it is a directory; otherwise `source`
   is a hub id, and the directory is the local snapshot of that model.
 
-  If huggingface_hub's cache does not contain the snapshot, it is downloaded.
+  If huggingface_hub's cache does not contain the snapshot, it is downloaded. Raises UserError if
+  there is neither such a directory nor such a model, or if the download fails.
   """
   path, name = Path(source).expanduser(), str(source)
   if path.is_dir():

@@ -125,7 +125,8 @@ def read_spec(directory: str | Path) -> ModelSpec:
 
   The file may have the form of transformers v4 (`rope_theta`, `rope_scaling`) or v5
   (`rope_parameters`). If it has both, they must agree. For absent keys, transformers' defaults are
-  used. The class named in `architectures` determines the head; if none is named, the head is 'lm'.
+  used. The class named in `architectures` determines the head; if no class is named, the head is
+  'lm'. Raises UserError if the file cannot be read or describes a model that is not supported.
   """
   path = Path(directory) / 'config.json'
   config = _HfConfig(path, read_json(path))
@@ -357,7 +358,8 @@ def write_config(
   eos_ids: Sequence[int] = (),
   pad_id: int | None = None,
 ) -> None:
-  """Writes config.json in the form of transformers v5.
+  """Writes config.json in the form of transformers v5. Raises UserError if the file cannot express
+  the model, or if a model with a 'scalar' head has no token for padding.
 
   Args:
     directory: output directory, which must exist.
@@ -367,8 +369,8 @@ def write_config(
     eos_ids: ids of the tokens that end a completion.
     pad_id: id of the padding token, or None if there is none. A model with a 'scalar' head needs a
       padding token, because transformers takes the score at the last token that is not padding. If
-      it has none, `bos_id` is used, since it never ends a sequence, or otherwise the first of
-      `eos_ids`.
+      it is None, `bos_id` is used, which never ends a sequence. If both are None, the first of
+      `eos_ids` is used.
   """
   family = find_family(spec.family)
   if spec.head not in family.architectures:

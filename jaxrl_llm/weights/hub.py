@@ -18,7 +18,7 @@ from jaxrl_llm.core.errors import UserError, one_line
 
 
 def check_repository(repository: str) -> None:
-  """Checks, without the network, what an upload needs.
+  """Checks the repository's id and the presence of a token, without using the network.
 
   Raises:
     UserError: the id of the repository is malformed, or there is no token.

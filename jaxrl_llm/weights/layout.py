@@ -40,7 +40,8 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def to_hf(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields a tree's tensors under their Hugging Face names, one at a time.
+  """Yields a tree's tensors under their Hugging Face names, one at a time. Raises UserError if the
+  tree does not match the spec.
 
   Args:
     params: scanned or unrolled tree of NumPy arrays or addressable JAX arrays.
@@ -81,7 +82,7 @@ def hf_parts(
     a view of the input where possible.
 
   Raises:
-    UserError: the parameters are not those of the model.
+    UserError: the parameters do not match the model.
   """
   by_name: dict[str, list[TensorEntry]] = {}
   for entry in entries(spec):
@@ -159,7 +160,7 @@ def from_hf(
 
   An array is copied only if it must be stacked or converted to `dtype`. In a model with tied
   embeddings, `lm_head.weight` is a duplicate of the embedding. It must have the embedding's shape,
-  and its values are ignored.
+  and its values are ignored. Raises UserError if the tensors do not match the spec.
 
   Args:
     tensors: (Hugging Face name, array) of each tensor.

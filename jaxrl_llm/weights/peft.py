@@ -1,8 +1,9 @@
 """Writes LoRA adapters in PEFT format (adapter_config.json and a weights file), which the `peft`
 library, vLLM and other programs can load.
 
-Invariant: tensor names derive from the table of parameter names, as for models. The matrices A and
-B are written as they are trained: A is `[rank, in]` and B is `[out, rank]`, as PEFT expects.
+Invariant: tensor names derive from the table of parameter names (`weights.tables`), like the names
+in model directories. The matrices A and B are written as they are trained: A is `[rank, in]` and B
+is `[out, rank]`, as PEFT expects.
 """
 
 from __future__ import annotations

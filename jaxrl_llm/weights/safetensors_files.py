@@ -242,7 +242,7 @@ def save_params(
     Paths of the weights files.
 
   Raises:
-    UserError: the parameters are not those of the model.
+    UserError: the parameters do not match the model.
     RunError: the files cannot be written.
   """
   directory, to = Path(directory), dtype_of(dtype)
@@ -329,8 +329,8 @@ def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-  """Replaces errors of writing in the block, such as a full disk, by a RunError with a one-line
-  message that names the directory.
+  """Converts a write error in the block, for example because of a full disk, to a RunError. Its
+  message is one line and names the directory.
   """
   try:
     yield

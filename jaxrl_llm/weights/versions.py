@@ -5,8 +5,8 @@ and digests.
 
 Invariants:
 - A directory gets its final name after all of its files are on disk, so it is complete.
-- The newest version is the one with the largest (attempt, step): a restarted run exports the
-  version of the commit from which it resumes again, under its new attempt.
+- The newest version is the one with the largest (attempt, step): a run that
+  resumes from a commit exports the commit's version again, under the new attempt.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def withdraw_later(folder: pathlib.Path, step: int) -> None:
 
 
 def exported_digest(folder: pathlib.Path, step: int) -> str | None:
-  """Returns the digest of the version exported at a step, which may have been removed since; None
-  if there was none, or if it was withdrawn.
+  """Returns the digest of the version that was exported at a step, even if the version has been
+  removed since. Returns None if no version was exported at this step, or if it was withdrawn.
   """
   try:
     return (folder / _DIGESTS / str(step)).read_text()
@@ -122,8 +122,8 @@ def exported_digest(folder: pathlib.Path, step: int) -> str | None:
 
 
 def newer(folder: pathlib.Path, than: Version | None) -> list[pathlib.Path]:
-  """Returns the directories of the versions newer than a given one, newest first; of all versions
-  if it is None. The folder need not exist.
+  """Returns the directories of the versions that are newer than `than`, newest first. If `than` is
+  None, returns the directories of all versions. The folder need not exist.
   """
   return [path for path, version in _found(folder) if than is None or version > than]
 
