@@ -18,9 +18,9 @@ class Chunks:
   """One micro-batch, or several if the arrays have the leading axis `micro`.
 
   A chunk contains several sequences, each of which is called a segment. If sequences share
-  prefixes, a segment contains only the tokens that its sequence does not share with an earlier
-  sequence of the chunk, preceded by the last shared token, whose hidden state predicts the first of
-  them.
+  prefixes, a segment leaves out the leading tokens that its sequence shares with earlier sequences
+  of the chunk. It never leaves out the last token of the prompt, because the hidden state of that
+  token predicts the first token of the response.
   """
 
   tokens: Int[Leaf, '*micro chunks time']
@@ -31,8 +31,8 @@ class Chunks:
   loss_mask: Bool[Leaf, '*micro chunks time']
   """Whether the token is trained on."""
   reported: Bool[Leaf, '*micro chunks time']
-  """Whether the logprob of the token is reported. This is so for every token in the loss mask of a
-  stored sample, even if the sample is left out of the loss.
+  """Whether the logprob of the token is reported. It is reported for every token in the loss mask
+  of a stored sample, even if the sample is left out of the loss.
   """
   is_expert: Bool[Leaf, '*micro chunks time']
   behaviour_logprobs: Float[Leaf, '*micro chunks time']

@@ -120,7 +120,7 @@ class StepPlan:
   proximal: bool = False
   """Whether a forward pass computes the proximal logprobs before the update."""
   proximal_reason: str = ''
-  """Reason for this forward pass; empty if there is none."""
+  """Reason for this forward pass; empty if `proximal` is False."""
   held_out: tuple[Row, ...] = ()
   """Rows on which the policy is measured after the update. Empty unless the step evaluates."""
   evaluate: bool = False
@@ -131,7 +131,7 @@ class StepPlan:
   completed batches are committed before the run ends.
   """
   counts: dict[str, int] = dataclasses.field(default_factory=dict)
-  """Counters of what happened while the batch was collected, such as samples dropped, by reason."""
+  """Counts of events while the batch was collected, such as the samples dropped for each reason."""
 
   def to_json(self) -> Json:
     rows, held_out = ([row.to_json() for row in part] for part in (self.rows, self.held_out))
@@ -191,8 +191,9 @@ def plan_shape(
   longest: int | None = None,
   shares_prefixes: bool = False,
 ) -> Shape:
-  """Returns a shape into which any `rows` sequences of at most `longest` tokens fit, even if no
-  two of them share a prefix.
+  """Returns a shape into which any `rows` sequences of at most `longest` tokens fit, even if no two
+  of them share a prefix. Raises UserError if the sequences of a unit do not fit into `chunks`
+  chunks.
 
   Args:
     rows: maximum number of sequences per optimizer step.
@@ -301,7 +302,7 @@ def deal_rows(
 
 
 def with_prefixes(rows: Sequence[Row], samples: Sequence[Sample]) -> list[Row]:
-  """Returns the rows with the fields `place` and `common` set, which describe the tokens that they
+  """Returns the rows with the fields `place` and `common` set, which describe the tokens that rows
   share.
 
   Args:
@@ -348,8 +349,8 @@ def _families(rows: Sequence[Row], numbers: Sequence[int]) -> list[list[Branch]]
   """
   index = {number: i for i, number in enumerate(numbers)}
   families: dict[tuple[str, str], list[Branch]] = {}
-  # The prefix shared with the previous row of the optimizer step is the shortest of the prefixes
-  # shared by neighbours between the two rows.
+  # Two neighbours in this optimizer step may be separated by rows of other optimizer steps. The two
+  # share the shortest of the prefixes that are shared along the way from one to the other.
   shortest: dict[tuple[str, str], float] = {}
   for number in sorted(range(len(rows)), key=lambda number: rows[number].place):
     row = rows[number]

@@ -7,8 +7,8 @@ each row stores only the tokens after its shared prefix. Tree training is descri
 arXiv:2511.00413.
 
 Invariants: the first row of a tree stores all its tokens. Every row stores its trained tokens and
-the token before the first of them, whose hidden state predicts it. Each trained token therefore
-counts in exactly one row, and sharing affects only the computation of attention.
+the token before them, whose hidden state predicts the first trained token. Each trained token
+therefore counts in exactly one row, and sharing affects only the computation of attention.
 """
 
 from __future__ import annotations

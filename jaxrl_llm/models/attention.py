@@ -74,8 +74,8 @@ def sharded_attention(
 
   def local(query, key, value, of_queries, of_keys):
     # If queries and keys belong to the same tokens, `attention` expects one and the same object as
-    # `of_queries` and `of_keys`. With a sharded time axis, the keys on a device are not those of
-    # its queries.
+    # `of_queries` and `of_keys`. With a sharded time axis, a device has the keys of all tokens but
+    # the queries of only some.
     of_keys = of_queries if same_tokens else of_keys
     return compute(query, key, value, of_queries, of_keys)
 

@@ -72,8 +72,8 @@ class Coordinator:
       decision: awaitable of a JSON value in process 0; None in the other processes.
 
     Raises:
-      PeerFailed: another process is gone. Processes other than 0 also raise it if `decision` raises
-        in process 0, which itself raises the original exception.
+      PeerFailed: another process is gone. If `decision` raises an exception, process 0 raises this
+        exception, and the other processes raise PeerFailed.
       WaitExpired: another process does not reach the exchange within `silence_s`.
     """
     if jax.process_count() == 1:

@@ -60,8 +60,8 @@ def arrange(
 
 
 def slices(devices: Sequence[SliceDevice], count: int | None) -> list[list[SliceDevice]]:
-  """Returns the devices of each slice, with the slices in their order. The arguments are those of
-  `arrange`.
+  """Returns the devices of each slice, in the order of the slices. The arguments are the same as in
+  `arrange`. Raises UserError if the devices do not form `count` slices of equal size.
   """
   if devices[0].platform == 'tpu':
     by_slice: dict[int, list[SliceDevice]] = {}

@@ -68,7 +68,8 @@ class Topology(NamedTuple):
 
 def parse_topology(name: str) -> Topology:
   """Parses the name of a topology. TPUs are named as in 'v5e:4x4', or '2*v5e:4x4' for two slices.
-  GPUs are named as in 'h100:8' for one host, or 'h100:2x8' for two hosts.
+  GPUs are named as in 'h100:8' for one host, or 'h100:2x8' for two hosts. Raises UserError for a
+  malformed name or an unknown chip.
   """
   match = re.fullmatch(r'(?:(\d{1,4})\*)?(\w+):(\d{1,6}(?:x\d{1,6})*)', name, re.ASCII)
   chip = match and match[2]
