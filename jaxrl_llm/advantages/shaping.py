@@ -95,8 +95,8 @@ class AdaptiveKl:
   target: float
   """Target KL, in the unit of the measured KL (per token or per sequence)."""
   horizon: float
-  """Number of samples or tokens after which the coefficient changes noticeably. The unit is that of
-  `n` in `adapted`.
+  """Number of samples or tokens after which the coefficient changes noticeably. It has the same
+  unit as `n` in `adapted`.
   """
 
   def __post_init__(self):

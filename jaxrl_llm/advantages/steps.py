@@ -38,7 +38,7 @@ def step_credit(
   The reward of a trajectory is the sum of the rewards of its rows, and the return of step k is
   R_k = r_k + γ R_{k+1}. With the estimator A (`advantages`), the advantage of step k is:
 
-  trajectory: A of the trajectory's reward among those of its group.
+  trajectory: A of the trajectory's reward among the rewards of its group.
   step:       A of R_k among the returns of the same group at the same step index.
   gigpo:      A of the trajectory's reward as above, plus `weight` times A of R_k among the returns
               of the steps of the same group that start from the same state.
@@ -46,8 +46,8 @@ def step_credit(
   Source of 'gigpo': GiGPO (arXiv:2505.10978), eq. 3 to 8. 'step' takes the step index as a proxy
   for the state. A step that is compared with no other has the advantage 0.
 
-  In the result, `groups` and `zero_std_groups` count groups, or, with 'step', baselines. If any row
-  of a trajectory is unscorable, all of its rows are.
+  In the result, `groups` and `zero_std_groups` count groups or, with 'step', pairs of a group and a
+  step index. If any row of a trajectory is unscorable, all of its rows count as unscorable.
 
   Args:
     rewards: one per row; None for an unscorable row.
@@ -91,8 +91,9 @@ def step_credit(
 def chains(
   groups: Sequence[str], trajectories: Sequence[str], steps: Sequence[int]
 ) -> list[list[int]]:
-  """Returns the row numbers of each trajectory, ordered by step index. The arguments and errors are
-  those of `step_credit`.
+  """Returns the row numbers of each trajectory, ordered by step index. The arguments are the same
+  as in `step_credit`. Raises ValueError if a trajectory has rows in two groups, or two rows of the
+  same step.
   """
   members: dict[str | int, dict[int, int]] = {}
   for row, (group, trajectory, step) in enumerate(zip(groups, trajectories, steps, strict=True)):

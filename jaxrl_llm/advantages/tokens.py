@@ -130,9 +130,9 @@ def kl_penalty(
   k1 = d;  k2 = d²/2;  k3 = exp(-d) + d - 1
 
   Source: Schulman, "Approximating KL divergence" (2020). The estimators, and the limits of k3, are
-  those of `objectives.divergence.kl_estimate`. A reward influences the policy only through the
-  policy gradient. Used in this way, k1 gives the gradient of the reverse KL (as in Ziegler et al.
-  2019, arXiv:1909.08593).
+  the same as in `objectives.divergence.kl_estimate`. A reward influences the policy only through
+  the policy gradient. Used in this way, k1 gives the gradient of the reverse KL (as in Ziegler et
+  al. 2019, arXiv:1909.08593).
   """
   difference = _compact(logprobs, mask) - _compact(reference, mask)
   if kind == 'k1':

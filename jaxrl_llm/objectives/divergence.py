@@ -32,9 +32,9 @@ def kl_estimate(
   ±`log_ratio_limit` and the result to ±`limit`, as is customary.
 
   The estimates have different gradients if they are used as a loss that is summed over on-policy
-  sequences. In expectation, the gradient of k1 is zero, that of k2 is the gradient of the reverse
-  KL at the sampled prefixes, and that of k3 is the gradient of the forward KL. `unbiased_kl` has
-  the gradient of the reverse KL.
+  sequences. In expectation, k1 has a gradient of zero, k2 has the gradient of the reverse KL at the
+  sampled prefixes, and k3 has the gradient of the forward KL. `unbiased_kl` has the gradient of the
+  reverse KL.
 
   Args:
     mask: tokens that count. Elsewhere the estimate is 0 and has no gradient. If None, all tokens
@@ -81,8 +81,8 @@ def unbiased_kl(
     log_ratio_limit: as in `kl_estimate`. It also limits |dₜ| in the gradient.
 
   Raises:
-    ValueError: `kind` is k1. The gradient of ρₜ k1ₜ has the same mean as that of ρₜ k3ₜ, but
-      additional noise, ρₜ ∇logprobsₜ.
+    ValueError: `kind` is k1. The gradients of ρₜ k1ₜ and ρₜ k3ₜ have the same mean, but the
+      gradient of ρₜ k1ₜ has additional noise, ρₜ ∇logprobsₜ.
   """
   if kind == 'k1':
     raise ValueError('unbiased_kl: k1 adds noise of mean zero to the gradient of k3; use k2 or k3')

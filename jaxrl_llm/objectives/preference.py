@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 class PairSums(NamedTuple):
   difference: Float[Array, 'pairs']
-  """Value of the chosen sequence minus that of the rejected sequence; 0 for absent pairs."""
+  """Value of the chosen sequence minus value of the rejected sequence; 0 for absent pairs."""
   present: Bool[Array, 'pairs']
   """Whether the micro-batch contains exactly one chosen and one rejected sequence of the pair."""
 
@@ -63,8 +63,9 @@ def dpo_loss(
 
   sigmoid: -(1 - ε) log σ(β h) - ε log σ(-β h);  ipo: (h - 1 / (2 β))²
 
-  Here h = policy_margin - reference_margin. A margin is the logprob of the chosen answer minus that
-  of the rejected answer, in nats. ε = `label_smoothing` is the probability that a label is wrong.
+  Here h = policy_margin - reference_margin. A margin is the logprob of the chosen answer minus the
+  logprob of the rejected answer, in nats. ε = `label_smoothing` is the probability that a label is
+  wrong.
 
   Sources: DPO (arXiv:2305.18290), eq. 7; IPO (arXiv:2310.12036), eq. 17; cDPO (Mitchell 2023) for
   ε. For IPO, the logprob of an answer must be the average over its tokens, as IPO's authors

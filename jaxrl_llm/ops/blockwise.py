@@ -65,9 +65,9 @@ def blockwise(
   """Computes `attention` block by block.
 
   Each block of queries iterates over the blocks of keys that it may see. If rows contain packed
-  segments in order, these are only the blocks of its own segments, up to itself, and of the
-  prefixes that they share. Later tokens and other segments then cost nothing. Rows of the batch are
-  processed sequentially, each with its own blocks.
+  segments in order, these are only blocks with tokens of the same segments that are not later than
+  the queries, and blocks of the prefixes that these segments share. Later tokens and other segments
+  then cost nothing. Rows of the batch are processed sequentially, each with its own blocks.
   """
   return _attend(query, key, value, of_queries, of_keys, _Rule(window, softcap, block))
 
@@ -203,10 +203,10 @@ def _visits(
   """Returns two arrays for each block of queries: the indices of the blocks of keys that it must
   visit, in ascending order and followed by all other indices, and the number of blocks to visit.
 
-  Tokens are ordered by segment, then by position. A block of keys is left out if all its keys come
-  later than the block's last query, if the segments that see them end before that of its first
-  query, or if they are all beyond the first query's window. Whatever the order of the tokens, no
-  key that a query may attend to is left out.
+  Tokens are ordered by segment, then by position. For a block of queries, a block of keys is left
+  out in three cases: all keys come after the last query, every segment that sees one of the keys
+  comes before the first query's segment, or all keys are beyond the first query's window. Whatever
+  the order of the tokens, no key that a query may attend to is left out.
   """
   low, low_at, high, high_at = (x[..., :, None] for x in _span(of_queries))
   key_low, key_low_at, _, _ = (x[..., None, :] for x in _span(of_keys))

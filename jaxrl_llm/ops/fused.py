@@ -74,8 +74,8 @@ def splash_kernel(
 
   The kernel is a callable pytree that lists the blocks to visit. Blocks above the diagonal or
   beyond the window are never visited. The backward pass uses two kernels, one for the gradient of
-  queries and one for those of keys and values. The alternative, a single kernel, would store a
-  gradient of the queries for each block of keys, which needs memory quadratic in time.
+  the queries and one for the gradients of keys and values. The alternative, a single kernel, would
+  store a gradient of the queries for each block of keys, which needs memory quadratic in time.
 
   Args:
     length: result of `splash_length`.

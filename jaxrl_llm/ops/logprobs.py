@@ -218,7 +218,7 @@ _sharded = jax.lax.with_sharding_constraint
 
 def _wanted_first(split, states, kernel, targets, temperature, wanted):
   """Calls `_head` with the wanted positions of each part moved to its front, for as many chunks as
-  these positions fill. Returns its results in the original order.
+  these positions fill. Returns the results of `_head` in the original order.
   """
   order = jnp.argsort(~wanted, axis=-1, stable=True)
   places = jnp.argsort(order, axis=-1)
