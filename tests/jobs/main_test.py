@@ -45,6 +45,7 @@ WRITTEN_ELSEWHERE = {
   'devices that report it': ('perf/max_memory_allocated_gb',),
   'a scorer process that ended': ('run/scorers/breaks',),
   'a batch policy': ('run/passed_over',),
+  'source.response_lengths': ('response_length/limit',),
   'memory phases': ('perf/memory_moved_bytes',),
   'reward model of the trainer': ('timing_s/reward_model',),
   'runs that follow each other': (
