@@ -31,15 +31,23 @@ def _check_tasksets(where: str, names: tuple[str, ...]) -> None:
 @moved({'demonstrations': 'templates, with weights, count and seed beside it'})
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(DemonstrationsConfig):
-  """Expert demonstrations that join each batch of rollouts."""
+  """Expert rows that join each batch of rollouts. Rows that `jaxrl experts` and `jaxrl feedback`
+  add to the run come first, in the order of their arrival. Demonstrations, made from tasks, take
+  the remaining places.
+  """
 
   tasksets: tuple[str, ...]
   """Names of the configured tasksets whose tasks are demonstrated."""
   ratio: float = 0.25
   """Minimum share of expert sequences in the batch, between 0 and 1; their number is rounded up."""
+  max_uses: int = 1
+  """Maximum number of batches that train on one added row. Demonstrations are repeated without
+  limit.
+  """
 
   def __post_init__(self):
     super().__post_init__()
+    check_at_least('experts.', self, max_uses=1)
     if not 0 < self.ratio < 1:
       raise UserError(f'experts.ratio: {self.ratio}, wanted a share between 0 and 1')
 

@@ -31,11 +31,15 @@ class RowStream:
       dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     )
 
-  def next(self) -> list[Row]:
+  def next(self, units: int | None = None) -> list[Row]:
     """Returns the next rows. If a preference pair is drawn twice in one call, its two occurrences
     get different pair ids.
+
+    Args:
+      units: number of units to draw. If None, as many as have the configured number of rows.
     """
-    drawn = [(i, row) for i in range(self._units) for row in next(self._iterator)]
+    count = self._units if units is None else units
+    drawn = [(i, row) for i in range(count) for row in next(self._iterator)]
     return [
       dataclasses.replace(row, pair=f'{row.pair}#{i}') if row.pair else row for i, row in drawn
     ]

@@ -19,20 +19,17 @@ from jaxrl_llm.batching.plan import Row, StepPlan, deal_rows, with_prefixes
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.waits import bounded, unless
 from jaxrl_llm.data.streams import RowStream
+from jaxrl_llm.master.experts import AddedExperts
 from jaxrl_llm.master.exploring.explorer import Explorer
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.trainer import Stage
-from jaxrl_llm.replay.segments import Ref
+from jaxrl_llm.replay.segments import SEALED, Ref
 from jaxrl_llm.replay.tables import Issue
 from jaxrl_llm.rewards.api import Verdict
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 _DEADLINE_S = 3600.0
 """Maximum seconds for selecting a stage's rows from the store."""
-SEALED = 'replay/segments'
-"""Directory of the store's sealed segments (immutable files of samples), relative to the run
-directory.
-"""
 
 
 @runtime_checkable
@@ -125,6 +122,20 @@ class StreamBatches:
     self._draw_ahead()
     self._events.reply(asked, count=len(rows))
     return rows, {}
+
+  async def take(self, count: int) -> list[Row]:
+    """Returns the next `count` rows, fewer than a whole batch. The stream continues after them."""
+    asked = self._events.request(Edge.FETCH, source='static')
+    if self._ahead is not None:
+      await asyncio.shield(self._ahead)
+    rows, self._after = await asyncio.to_thread(self._draw_from, self._after, count)
+    self._ahead = None
+    self._events.reply(asked, count=len(rows))
+    return rows
+
+  def _draw_from(self, position: Any, count: int) -> tuple[list[Row], Any]:
+    self._stream.restore(position)
+    return self._stream.next(count), self._stream.state()
 
   def _draw_ahead(self) -> None:
     """Starts drawing the next rows, unless they are already being drawn."""
@@ -246,15 +257,25 @@ class RolloutBatches:
 
 
 class MixedBatches(RolloutBatches):
-  """Batches with a fixed number of rollouts and a fixed number of expert rows (demonstrations).
+  """Batches of rollouts and a fixed number of expert rows. Rows that were added to the run come
+  first; demonstrations, which are static data, take the remaining places.
 
   If groups of earlier batches join each new batch (`Past`), the first batches may have fewer
   rollouts, since there are few earlier groups at first.
   """
 
-  def __init__(self, explorer: Explorer, experts: StreamBatches):
+  def __init__(self, explorer: Explorer, experts: StreamBatches, added: AddedExperts, *, rows: int):
+    """
+    Args:
+      experts: stream of demonstrations, `rows` at a time.
+      added: rows that were added to the run.
+      rows: number of expert rows of a batch.
+    """
     super().__init__(explorer)
-    self._experts = experts
+    self._experts, self._added, self._rows = experts, added, rows
+    self._step = 0
+    self._drawn: tuple[str, ...] = ()
+    """uids of the added rows in the last batch."""
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
@@ -264,16 +285,25 @@ class MixedBatches(RolloutBatches):
   def advance(self, step: int, served: int) -> None:
     super().advance(step, served)
     self._experts.advance(step, served)
+    self._step = step
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
     rows, counts = await super().next()
-    experts, _ = await self._experts.next()
-    return rows + experts, counts
+    # A signal may cancel this wait. The run then ends, and undoes at its next start what the thread
+    # has recorded.
+    added, more = await asyncio.to_thread(self._added.draw, self._step, self._rows)
+    self._drawn = tuple(row.uid for row in added)
+    if not added:
+      static, _ = await self._experts.next()
+    else:
+      static = await self._experts.take(self._rows - len(added))
+    return rows + added + static, counts | more
 
   def trained(self, plan: StepPlan) -> None:
-    # Expert rows are recorded once, even if a short stream repeats one within the batch.
-    experts = {row.uid: _joined(plan.stage, row) for row in plan.rows if row.uid not in self._taken}
-    self.explorer.complete([*self._taken], [*experts.values()])
+    stored = {*self._taken, *self._drawn}
+    # Static rows are recorded once, even if a short stream repeats one within the batch.
+    static = {row.uid: _joined(plan.stage, row) for row in plan.rows if row.uid not in stored}
+    self.explorer.complete([*self._taken, *self._drawn], [*static.values()])
     self._experts.trained(plan)
 
   def state(self) -> Any:
@@ -285,8 +315,9 @@ class MixedBatches(RolloutBatches):
 
 
 def _joined(stage: str, row: Row) -> Issue:
-  """Returns the store's record of an expert row (a demonstration) that has joined a batch. The
-  record's uid starts with the name of the stage, because several stages may train on the same row.
+  """Returns the store's record of a demonstration (a row of static data) that has joined a batch.
+  The record's uid starts with the name of the stage, because several stages may train on the same
+  row.
   """
   uid = f'{stage}/{row.uid}'
   return Issue(

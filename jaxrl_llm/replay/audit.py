@@ -19,12 +19,13 @@ from collections.abc import Iterable, Iterator
 
 from jaxrl_llm.core.records.sample import Sample, step_uid
 from jaxrl_llm.core.records.span import decode_span
+from jaxrl_llm.replay import experts
 from jaxrl_llm.replay.browse import snapshot, unclaimed
 from jaxrl_llm.replay.feedback import Feedback, account
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.journal import readable
 from jaxrl_llm.replay.segments import SegmentError, SegmentReader, decode_row
-from jaxrl_llm.replay.tables import LIVE, State, may_become
+from jaxrl_llm.replay.tables import IS_ADDED, LIVE, State, may_become
 from jaxrl_llm.replay.writer import oldest_version
 
 _ROWS_AT_ONCE = 256
@@ -66,6 +67,10 @@ class AuditReport:
   """One line with the numbers of used, waiting, unused and lost verdicts in the inbox; empty if
   there are no verdicts.
   """
+  experts: str
+  """One line with the numbers of expert rows that were added to the run, by what became of them;
+  empty if there are none.
+  """
   problems: tuple[str, ...]
   """One line for each problem; empty if `ok`."""
 
@@ -91,6 +96,7 @@ class AuditReport:
       *([f'bytes lost of {_listed(self.lost)}'] if self.lost else []),
       *self.unclaimed,
       *([self.feedback] if self.feedback else []),
+      *([self.experts] if self.experts else []),
       *(f'PROBLEM {problem}' for problem in self.problems),
       'audit ok' if self.ok else f'audit FAILED: {len(self.problems)} problems',
     ]
@@ -107,8 +113,8 @@ def audit(store: ReplayStore | str | os.PathLike) -> AuditReport:
   """
   directory = store.directory if isinstance(store, ReplayStore) else store
   with snapshot(directory) as (db, reader):
-    feedback = account(db, directory)
-    return _Audit(db, reader, pathlib.Path(directory)).report(unclaimed(directory), feedback)
+    feedback, added = account(db, directory), experts.account(db, directory)
+    return _Audit(db, reader, pathlib.Path(directory)).report(unclaimed(directory), feedback, added)
 
 
 class _Audit:
@@ -127,12 +133,15 @@ class _Audit:
     self._live: list[str] = []
     self._lost: list[str] = []
 
-  def report(self, unclaimed: list[str], feedback: Feedback) -> AuditReport:
+  def report(
+    self, unclaimed: list[str], feedback: Feedback, added: experts.Accounts
+  ) -> AuditReport:
     """Runs all checks.
 
     Args:
       unclaimed: lines for `AuditReport.unclaimed`.
       feedback: numbers of used, waiting, unused and lost verdicts in the inbox.
+      added: numbers of expert rows that were added to the run.
     """
     db = self._db
     problems = [
@@ -146,6 +155,7 @@ class _Audit:
       *self._left_behind(),
       *self._journal(),
       *feedback.problems,
+      *added.problems,
     ]
     (issued,) = db.execute('SELECT count(*) FROM samples').fetchone()
     states, partitions = collections.Counter(), collections.Counter()
@@ -177,6 +187,7 @@ class _Audit:
       lost=tuple(sorted(self._lost)),
       unclaimed=tuple(unclaimed),
       feedback=feedback.line,
+      experts=added.line,
       problems=tuple(problems),
     )
 
@@ -244,7 +255,7 @@ class _Audit:
         f'{name}: the index says changed, last, admitted, uses {repeated[:4]}, its transitions '
         f'{wanted}'
       )
-    if (repeated[4] is None) != (not steps[State.STORED]):
+    if (repeated[4] is None) != (partition == 'expert' or not steps[State.STORED]):
       yield f'{name}: version {repeated[4]}, accepted {len(steps[State.STORED])} times'
     self._states[partition, last] += 1
     if last in LIVE:
@@ -278,14 +289,15 @@ class _Audit:
     """Checks where each sample's bytes are stored: in the open segment, in a sealed segment, or
     nowhere.
 
-    Issued, partial and void samples and expert rows have no bytes in segments. Stored, awaiting and
-    admitted samples have bytes in exactly one segment, and trained samples in a sealed one. Dropped
-    and expired samples have bytes in at most one segment.
+    Issued, partial and void samples and rows of static data have no bytes in segments. Stored,
+    awaiting and admitted samples have bytes in exactly one segment, and trained samples in a sealed
+    one. Dropped and expired samples have bytes in at most one segment.
     """
-    for uid, attempt, partition, state, opened, sealed in self._db.execute(
-      'SELECT s.uid, s.attempt, s.partition, s.state, o.uid IS NOT NULL, r.uid IS NOT NULL FROM '
-      'samples s LEFT JOIN open_segment o ON o.uid = s.uid AND o.attempt = s.attempt LEFT JOIN '
-      'segment_rows r ON r.uid = s.uid AND r.attempt = s.attempt'
+    for uid, attempt, static, state, opened, sealed in self._db.execute(
+      f"SELECT s.uid, s.attempt, s.partition = 'expert' AND NOT ({IS_ADDED}), s.state, "
+      'o.uid IS NOT NULL, r.uid IS NOT NULL FROM samples s LEFT JOIN open_segment o ON o.uid = '
+      's.uid AND o.attempt = s.attempt LEFT JOIN segment_rows r ON r.uid = s.uid AND r.attempt = '
+      's.attempt'
     ):
       fine = {
         State.ISSUED: opened + sealed == 0,
@@ -296,14 +308,14 @@ class _Audit:
         State.ADMITTED: opened + sealed == 1,
         State.TRAINED: (opened, sealed) == (0, 1),
       }.get(state, opened + sealed <= 1)
-      if not (opened + sealed == 0 if partition == 'expert' else fine):
+      if not (opened + sealed == 0 if static else fine):
         if (
-          partition == 'usual'
+          not static
           and state in (State.STORED, State.AWAITING, State.ADMITTED, State.TRAINED)
           and not opened + sealed
         ):
           self._lost.append(uid)
-        status = state if partition == 'usual' else f'{state} ({partition})'
+        status = f'{state} (expert)' if static else state
         yield (
           f'{uid} (attempt {attempt}): is {status}, bytes in the open segment {opened}, in a '
           f'sealed one {sealed}'

@@ -12,7 +12,7 @@ import sqlite3
 
 from jaxrl_llm.core.disk import link_or_copy, sync
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.replay import inbox
+from jaxrl_llm.replay import experts, inbox
 from jaxrl_llm.replay.browse import snapshot
 from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.replay.journal import forget
@@ -70,6 +70,9 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
       copied.execute('UPDATE attempts SET counts = NULL')
       forget(copied)
       copied.commit()
+    # Expert rows are copied after the index, so that the copy has each row that the copied index
+    # says was taken.
+    experts.copy(source, target)
     for (name,) in index.execute(_NEEDED, {'commit': commit}).fetchall():
       if pathlib.PurePath(name).name != name:
         raise UserError(

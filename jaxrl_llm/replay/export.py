@@ -26,7 +26,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay.browse import snapshot
 from jaxrl_llm.replay.connection import NAMED
 from jaxrl_llm.replay.segments import Ref, SegmentError, SegmentReader, decode_row
-from jaxrl_llm.replay.tables import State, as_state
+from jaxrl_llm.replay.tables import IS_ADDED, State, as_state
 
 _AT_ONCE = 64
 """Number of samples held in memory at a time."""
@@ -155,7 +155,10 @@ class _Row(NamedTuple):
   seq: int
   uid: str
   attempt: int
-  partition: str
+  has_content: bool
+  """Whether the store contains the sample's content in each of the states `_WITH_BYTES`. False for
+  rows of static data.
+  """
   state: str
   version: int | None
   step: int
@@ -169,7 +172,8 @@ class _Row(NamedTuple):
 
 
 _ROWS = (
-  'SELECT s.seq, s.uid, s.attempt, s.partition, s.state, s.version, s.step, s.changed, t.reason, '
+  f"SELECT s.seq, s.uid, s.attempt, s.partition = 'usual' OR {IS_ADDED}, s.state, s.version, "
+  's.step, s.changed, t.reason, '
   'g.name, g.row, o.payload FROM samples s JOIN transitions t ON t.seq = s.last '
   'LEFT JOIN segment_rows g ON g.uid = s.uid AND g.attempt = s.attempt '
   'LEFT JOIN open_segment o ON o.uid = s.uid AND o.attempt = s.attempt'
@@ -229,7 +233,7 @@ class _Exporter:
         found[row.seq] = _decoded(row)
       name, sample = row.name or _OPEN, found.get(row.seq)
       if sample is None:
-        if row.partition == 'usual' and row.state in _WITH_BYTES:
+        if row.has_content and row.state in _WITH_BYTES:
           self.lost['no segment'].add(row.uid, f'{row.state}, but in no segment; run --audit')
         else:
           self.without_bytes[row.state] += 1

@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Iterable
 
 from jaxrl_llm.replay.draw import Group
+from jaxrl_llm.replay.tables import EXPERT
 
 _READY = 'SELECT seq, group_id, uid, partition, version, uses, admitted'
 _GROUPS = """
@@ -42,6 +43,20 @@ _WAITING_GROUPS = _GROUPS.format(
 _SEALED = """
 SELECT group_id, uid FROM samples s JOIN segment_rows r USING (uid, attempt)
 WHERE partition = 'usual' AND state IN ('admitted', 'trained') ORDER BY s.seq"""
+
+_ADDED = f"""
+SELECT s.uid FROM samples s JOIN derived d USING (uid, attempt)
+WHERE s.uid >= 'experts/' AND s.uid < 'experts0' AND s.partition = 'expert'
+AND s.state IN ('admitted', 'trained') AND s.uses < :max_uses
+AND (s.state = 'admitted' OR s.changed < :step)
+AND d.operator = '{EXPERT}' AND json_extract(d.json, '$.length') <= :longest
+ORDER BY s.uses, s.seq"""
+
+
+def added(db: sqlite3.Connection, *, step: int, max_uses: int, longest: int) -> list[str]:
+  """Returns the uids of added expert rows that can be drawn; see `ReplayStore.added`."""
+  limits = {'step': step, 'max_uses': max_uses, 'longest': longest}
+  return [uid for (uid,) in db.execute(_ADDED, limits)]
 
 
 def drawable(

@@ -19,13 +19,14 @@ import os
 import pathlib
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.replay.awaited import Awaited
 from jaxrl_llm.replay.browse import snapshot
 from jaxrl_llm.replay.connection import NAMED
+from jaxrl_llm.replay.inbox_file import copy_inbox, open_inbox
 from jaxrl_llm.replay.tables import AWAITED, State
 
 INBOX = 'inbox.sqlite'
@@ -41,7 +42,6 @@ _TABLES = (
   'attempt INTEGER NOT NULL, scorer TEXT NOT NULL, who TEXT NOT NULL, value REAL NOT NULL, '
   'at REAL NOT NULL)',
   'CREATE UNIQUE INDEX IF NOT EXISTS verdicts_of ON verdicts(uid, attempt, scorer, who)',
-  f'PRAGMA user_version = {_SCHEMA}',
 )
 
 Refusal = Literal['invalid', 'unknown', 'late', 'conflict']
@@ -83,12 +83,7 @@ class LateVerdict:
         f'{where}: value is {_shown(self.value)}, wanted a number from -{MAX_VALUE:g} to '
         f'{MAX_VALUE:g}'
       )
-    named = isinstance(self.who, str) and self.who.strip() == self.who and self.who.isprintable()
-    if not (named and 0 < len(self.who) <= MAX_WHO):
-      raise UserError(
-        f'{where}: who is {_shown(self.who)}, wanted a name of at most {MAX_WHO} printable '
-        'characters, without spaces at its ends'
-      )
+    check_who(where, self.who)
     if self.scorer is not None and not isinstance(self.scorer, str):
       raise UserError(f'{where}: scorer is {_shown(self.scorer)}, wanted the name of a scorer')
     if self.attempt is not None and (
@@ -106,6 +101,16 @@ class Reply:
   """Reason for refusing the verdict; None if it is in the inbox."""
   line: str
   """Outcome in one line, for people."""
+
+
+def check_who(where: str, who: object) -> None:
+  """Raises UserError unless `who` is a name of a person or program. `where` begins the message."""
+  named = isinstance(who, str) and who.strip() == who and who.isprintable()
+  if not (named and 0 < len(who) <= MAX_WHO):
+    raise UserError(
+      f'{where}: who is {_shown(who)}, wanted a name of at most {MAX_WHO} printable characters, '
+      'without spaces at its ends'
+    )
 
 
 def _shown(value: object) -> str:
@@ -259,34 +264,13 @@ def given(directory: str | os.PathLike, uids: Sequence[str] | None = None) -> li
 def copy(source: str | os.PathLike, target: str | os.PathLike) -> None:
   """Copies the inbox of one store to another store that has no inbox yet."""
   if (pathlib.Path(source) / INBOX).exists():
-    copied = sqlite3.connect(pathlib.Path(target) / INBOX)
-    with _inbox(source) as db, contextlib.closing(copied):
-      db.backup(copied)
+    with _inbox(source) as db:
+      copy_inbox(db, pathlib.Path(target) / INBOX)
 
 
-@contextlib.contextmanager
-def _inbox(directory: str | os.PathLike) -> Iterator[sqlite3.Connection]:
+def _inbox(
+  directory: str | os.PathLike,
+) -> contextlib.AbstractContextManager[sqlite3.Connection]:
   """Opens the inbox, creating it if necessary."""
   path = pathlib.Path(directory) / INBOX
-  try:
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=10.0)) as db:
-      # Makes the deletion of the rollback journal durable too.
-      db.execute('PRAGMA synchronous=EXTRA')
-      (schema,) = db.execute('PRAGMA user_version').fetchone()
-      if schema == 0:
-        db.execute('BEGIN IMMEDIATE')
-        for statement in _TABLES:
-          db.execute(statement)
-        db.execute('COMMIT')
-      elif schema != _SCHEMA:
-        raise UserError(
-          f'inbox {path}: schema {schema}, this program reads {_SCHEMA}; use the one that wrote it'
-        )
-      yield db
-  except sqlite3.OperationalError as error:
-    raise RunError(
-      f'inbox {path}: {error}; no verdict that was acknowledged is lost: free disk space, check '
-      'the permissions of the directory, and hand in the others again'
-    ) from error
-  except sqlite3.DatabaseError as error:
-    raise UserError(f'inbox {path}: {error}; it is damaged: restore it from a backup') from error
+  return open_inbox(path, tables=_TABLES, schema=_SCHEMA, content='verdict')

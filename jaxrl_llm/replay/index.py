@@ -6,8 +6,8 @@ Invariants:
   number of batches completed at that moment (its step). `samples.state` is the state after the last
   transition.
 - The bytes of an accepted sample are in the open segment (a table of the index) or in one sealed,
-  verified segment file. Rows of static data (`join`) have no bytes here, because they are in a file
-  outside the store.
+  verified segment file. So are those of expert rows that were added to the run. Rows of static data
+  (`join`) have no bytes here, because they are in a file outside the store.
 - Each public call is one transaction, or part of an enclosing `transaction()`. If the process is
   killed, the store has the changes of all calls that had returned, and no others.
 
@@ -219,6 +219,18 @@ class ReplayStore:
       return groups.drawable(
         self._db, step=step, max_uses=self._connection.max_uses, oldest_version=oldest_version
       )
+
+  def added(self, step: int, *, max_uses: int, longest: int) -> list[str]:
+    """Returns the uids of expert rows that were added to the run (`replay.experts`) and can be
+    drawn for the batch of this step: first those that the fewest batches have trained on, and of
+    these, those that arrived first.
+
+    Args:
+      max_uses: maximum number of batches that train on a row.
+      longest: maximum number of tokens of a row.
+    """
+    with self._lock:
+      return groups.added(self._db, step=step, max_uses=max_uses, longest=longest)
 
   def sealed(self) -> list[list[str]]:
     """Returns the uids of the policy's samples in sealed segment files that are admitted or

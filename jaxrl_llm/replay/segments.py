@@ -23,6 +23,10 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Sample, decode
 from jaxrl_llm.core.records.span import Span, decode_span
 
+SEALED = 'replay/segments'
+"""Directory of a store's sealed segments (immutable files of samples), relative to the run
+directory.
+"""
 SUFFIX = '.arrayrecord'
 RESTORE_INDEX = 'rebuild the index (jaxrl buffer --rebuild), or branch with --init_from'
 """Remedy that error messages about damaged or missing spans give."""

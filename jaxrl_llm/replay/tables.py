@@ -74,14 +74,16 @@ span of it is stored.
 """
 
 Partition = Literal['usual', 'expert']
-"""Kind of a sample. usual: sampled by the policy. expert: a row of static data that joined a batch,
-whose bytes are not in the store.
+"""Kind of a sample. usual: sampled by the policy. expert: an answer to imitate, which is either a
+row of static data that joined a batch, whose bytes are not in the store, or a row that was added to
+the run (`replay.experts`), whose bytes are in the store.
 
 A third partition, taskset, has no samples: it is the table `tasks`, which lists the attempted
 tasks.
 """
 _EXPERT_BEFORE = {
-  State.ADMITTED: (State.ISSUED,),
+  State.STORED: (State.ISSUED,),
+  State.ADMITTED: (State.ISSUED, State.STORED),
   State.TRAINED: (State.ADMITTED, State.TRAINED),
   State.VOID: (State.ISSUED,),
 }
@@ -182,6 +184,15 @@ AWAITED = 'awaited'
 """Operator name of the rows in `derived` that contain the delayed rewards for which a sample waits,
 as `Awaited.to_json` returns them.
 """
+EXPERT = 'expert'
+"""Operator name of the rows in `derived` that contain the origin of an added expert row, as
+`Arrival.lineage` returns it (`replay.experts`).
+"""
+IS_ADDED = (
+  'EXISTS (SELECT 1 FROM derived a WHERE a.uid = s.uid AND a.attempt = s.attempt AND a.operator = '
+  f"'{EXPERT}')"
+)
+"""SQL condition on a row s of `samples`: it is an added expert row."""
 _PARTIALS = """TABLE partials(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL,
   attempt INTEGER NOT NULL, uid TEXT NOT NULL, payload BLOB NOT NULL)"""
 """Spans of unfinished samples (`core.records.span`), in the order of their generation."""

@@ -20,6 +20,7 @@ from jaxrl_llm.replay.awaited import Awaited
 from jaxrl_llm.replay.connection import NAMED, Connection
 from jaxrl_llm.replay.tables import (
   AWAITED,
+  EXPERT,
   SEGMENTS,
   UNFINISHED,
   Entry,
@@ -103,6 +104,34 @@ class StepWriter:
           )
       new = [row for row in rows if row.uid not in entries or entries[row.uid].state == State.VOID]
       self._insert(new, 'expert', State.ADMITTED)
+
+  def accept_experts(self, samples: Mapping[str, Sample], lineages: Mapping[str, Json]) -> None:
+    """Stores and admits expert rows that were added to the run (`replay.experts`).
+
+    Args:
+      samples: the rows, keyed by uid, in the order of their arrival.
+      lineages: origin of each row, keyed by uid.
+    """
+    with self._connection.transaction():
+      rows = [
+        Issue(
+          uid=uid, group_id=row.group_id, task_id=row.task_id, visit=row.visit, partition='expert'
+        )
+        for uid, row in samples.items()
+      ]
+      for entry in self._connection.entries([*samples], missing='skip').values():
+        if entry.state != State.VOID:
+          raise ValueError(
+            f'accept {entry.uid}: already {entry.state} under attempt {entry.attempt}'
+          )
+      self._insert(rows, 'expert', State.ISSUED)
+      self._db.executemany(
+        'INSERT INTO open_segment(step, attempt, uid, payload) VALUES (?,?,?,?)',
+        [(self.step, self._attempt, uid, encode(sample)) for uid, sample in samples.items()],
+      )
+      self._move([*samples], State.STORED, '')
+      self.derive([(uid, EXPERT, lineages[uid]) for uid in samples])
+      self._move([*samples], State.ADMITTED, '')
 
   def extend(self, spans: Mapping[str, Span]) -> None:
     """Stores one more span (run of generated tokens) for each of several partial samples.
@@ -293,6 +322,8 @@ class StepWriter:
     refs, rows = self._connection.places(uids), self._connection.open_rows(uids)
     new = [uid for uid in uids if uid not in refs]
     if missing := [uid for uid in new if uid not in rows]:
+      if self._connection.entries(missing)[missing[0]].partition == 'expert':
+        raise ValueError(f'seal {missing[0]}: the bytes of static rows are not in the store')
       raise RunError(
         f'seal {missing[0]}: its bytes are in no segment; run the audit on '
         f'{self._connection.directory}'
@@ -305,8 +336,6 @@ class StepWriter:
         raise ValueError(
           f'seal {entry.uid}: it is {entry.state}, only what was admitted can be sealed'
         )
-      if entry.partition == 'expert':
-        raise ValueError(f'seal {entry.uid}: the bytes of expert rows are not in the store')
 
   def _record_segment(self, name: str, attempts: Mapping[str, int]) -> None:
     """Records a new segment file in the index, and deletes its samples from the open segment.
@@ -421,6 +450,8 @@ class StepWriter:
     )
 
 
-def oldest_version(sample: Sample) -> int:
-  """Returns the step of the oldest weights that generated any part of the sample."""
-  return min(segment.version.step for segment in sample.segments)
+def oldest_version(sample: Sample) -> int | None:
+  """Returns the step of the oldest weights that generated any part of the sample. None for expert
+  rows.
+  """
+  return min((segment.version.step for segment in sample.segments), default=None)

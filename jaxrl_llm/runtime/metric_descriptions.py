@@ -480,6 +480,16 @@ METRICS: dict[str, str] = {
   'run/dropped/<reason>': (
     'Samples dropped for this reason while the batch was collected; `groups` counts groups.'
   ),
+  'run/experts/arrived': (
+    'Expert rows (jaxrl experts, corrections) that the run took into its store before the batch. '
+    'Absent without source.experts, like run/experts/added and run/experts/waiting.'
+  ),
+  'run/experts/added': (
+    'Added expert rows in the batch; demonstrations take the remaining places of experts.ratio.'
+  ),
+  'run/experts/waiting': (
+    'Added expert rows in the store that later batches train on. If it grows, raise experts.ratio.'
+  ),
   'run/awaiting/joined': (
     'Groups that joined a batch because their delayed rewards had arrived, while the batch was '
     'collected; counted in run/clock_decisions. Absent without a scorer of kind delayed.'

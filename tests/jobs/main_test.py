@@ -16,7 +16,10 @@ from jaxrl_llm.runtime.metric_descriptions import METRICS
 pytestmark = pytest.mark.full
 
 WRITTEN_ELSEWHERE = {
-  'mix': ('actor/expert_logprob', 'actor/mu'),
+  'mix': (
+    *('actor/expert_logprob', 'actor/mu'),
+    *('run/experts/arrived', 'run/experts/added', 'run/experts/waiting'),
+  ),
   'opmd': ('actor/log_ratio_sum',),
   'dpo': ('actor/dpo_loss', 'logps/chosen', 'logps/rejected'),
   'reward_model': ('actor/center_loss', 'actor/rm_loss'),

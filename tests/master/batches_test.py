@@ -13,6 +13,7 @@ import exploring
 import optax
 import pytest
 from clocks import simulated
+from stored import make_sample
 
 from jaxrl_llm.batching.plan import Row, StepPlan, plan_shape
 from jaxrl_llm.core.records.sample import encode
@@ -33,10 +34,13 @@ from jaxrl_llm.master.batches import (
   RolloutBatches,
   StreamBatches,
 )
+from jaxrl_llm.master.experts import AddedExperts
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.experts import ExpertRow, add, as_expert
 from jaxrl_llm.replay.segments import SegmentReader, write_segment
+from jaxrl_llm.rollout.untrusted import Bounds
 from jaxrl_llm.rollout.workflow import demonstration_sample
 
 SETTING = Setting(max_response_length=16)
@@ -413,6 +417,12 @@ def experts_file(workdir, tokenizer, count=7) -> str:
   return 'experts.arrayrecord'
 
 
+def mixed(explorer, store, stream: RowStream, rows: int) -> MixedBatches:
+  bounds = Bounds(vocab_size=40, max_length=16)
+  added = AddedExperts(store, max_uses=1, bounds=bounds, longest=16)
+  return MixedBatches(explorer, StreamBatches(stream), added, rows=rows)
+
+
 def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, tokenizer):
   """Four rollouts and three experts a step, which go round seven experts in an order of their
   own.
@@ -426,8 +436,8 @@ def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, t
       return None if exploration.number(attempt) == 1 else 1.0
 
     exploration = exploring.Exploration(tokenizer, store, judge)
-    experts = StreamBatches(RowStream(tmp_path, source, rows=3, seed=5))
-    return MixedBatches(exploration.explorer, experts), store
+    stream = RowStream(tmp_path, source, rows=3, seed=5)
+    return mixed(exploration.explorer, store, stream, 3), store
 
   async def step(batches, number):
     batches.advance(number, number)
@@ -470,13 +480,60 @@ def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, t
   assert len(set(experts[:7])) == 7 and experts[7:] != experts[:5], 'each epoch once, shuffled anew'
 
 
+def test_added_rows_come_before_demonstrations_which_lose_no_row_of_their_epoch(
+  tmp_path, tokenizer
+):
+  """Three expert rows a step: none, two and four have been added before the steps, so that the
+  demonstrations fill three, one, none and two places; without added rows they are the same, in the
+  same order.
+  """
+  source = experts_file(tmp_path, tokenizer)
+  alone = RowStream(tmp_path, source, rows=3, seed=5)
+  order = [row.uid for _ in range(3) for row in alone.next()]
+  prompts = [make_sample(f'added/{i}', 8) for i in range(6)]
+  uids = [as_expert(sample).uid for sample in prompts]
+
+  async def main():
+    store = exploring.new_store(tmp_path / 'replay')
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
+    stream = RowStream(tmp_path, source, rows=3, seed=5)
+    batches, found = mixed(exploration.explorer, store, stream, 3), []
+    async with batches.running():
+      for step, arriving in enumerate([[], prompts[:2], prompts[2:], []]):
+        rows = [ExpertRow(sample=sample, who='ann', origin={}) for sample in arriving]
+        add(store.directory, rows)
+        batches.advance(step, step)
+        rows, counts = await batches.next()
+        plan = StepPlan(step=step, stage='mix', rows=tuple(rows))
+        batches.trained(plan)
+        chosen = [row for row in rows if row.is_expert]
+        assert len(chosen) == 3 and list(batches.taken()) == [row.uid for row in rows[:4]]
+        found.append([row.uid for row in chosen])
+        counted = tuple(counts[f'experts/{name}'] for name in ('arrived', 'added', 'waiting'))
+        assert counted == [(0, 0, 0), (2, 2, 0), (4, 3, 1), (0, 1, 0)][step]
+        for row in chosen:
+          (sample,) = SegmentReader(tmp_path).read([(row.source, row.index)])
+          assert sample.uid == row.uid and sample.loss_mask.sum() == row.length - row.prompt_len
+    report = audit(store)
+    assert report.ok and report.experts.endswith('trained: 1 times 6'), report.lines
+    store.close()
+    return found
+
+  assert asyncio.run(main()) == [
+    order[:3],
+    [*uids[:2], order[3]],
+    uids[2:5],
+    [uids[5], *order[4:6]],
+  ]
+
+
 @pytest.mark.parametrize('minibatches', [1, 2])
 def test_each_minibatch_has_its_share_of_both_kinds(tmp_path, tokenizer, minibatches):
   async def main():
     store = exploring.new_store(tmp_path / 'replay')
     exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
-    experts = StreamBatches(RowStream(tmp_path, experts_file(tmp_path, tokenizer), rows=2, seed=5))
-    batches = MixedBatches(exploration.explorer, experts)
+    stream = RowStream(tmp_path, experts_file(tmp_path, tokenizer), rows=2, seed=5)
+    batches = mixed(exploration.explorer, store, stream, 2)
     planner = Planner(
       seed=0, every_steps=9, every_minutes=1e6, stop=asyncio.get_running_loop().create_future()
     )

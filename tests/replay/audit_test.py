@@ -193,7 +193,7 @@ def test_partitions_uses_and_scores_are_told(mixed):
     ),
     (
       "UPDATE samples SET partition = 'expert' WHERE uid = 'g/1'",
-      'went from issued to stored, being expert',
+      'g/1 (attempt 1): version 0, accepted 1 times',
     ),
     (
       "UPDATE samples SET partition = 'expert' WHERE uid = 'g/1'",

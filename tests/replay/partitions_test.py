@@ -81,7 +81,7 @@ def test_expert_rows_join_without_bytes_and_are_trained_again_and_again(tmp_path
     (lambda s: s.at(1).append([dataclasses.replace(make_sample('x'), task_id='e')]), None),
     (lambda s: s.at(1).drop(['x'], 'any'), 'x: is admitted, cannot become dropped'),
     (lambda s: s.at(1).expire(['x']), 'x: is admitted, cannot become expired'),
-    (lambda s: s.at(1).seal(['x']), 'seal x: the bytes of expert rows are not in the store'),
+    (lambda s: s.at(1).seal(['x']), 'seal x: the bytes of static rows are not in the store'),
     (
       lambda s: (s.at(1).trained(['x']), s.at(1).trained(['x'])),
       'the batch of step 1 has already trained on it',

@@ -12,6 +12,7 @@
   jaxrl rate         has a language model rate tasks: quality, difficulty, priority
   jaxrl buffer       inspects a run's replay store
   jaxrl feedback     attaches delayed rewards, such as verdicts of people, to samples of a run
+  jaxrl experts      adds answers to imitate to a run, while it is active
   jaxrl replay       repeats one update of a run and compares it bit for bit
   jaxrl convert      reads and writes Hugging Face model directories
   jaxrl import-verl  converts a script or YAML file for verl to a configuration file
@@ -47,6 +48,7 @@ COMMANDS = (
     'rate',
     'buffer',
     'feedback',
+    'experts',
     'replay',
     'convert',
     'import-verl',

@@ -3,16 +3,18 @@ run is active, and also while it is stopped.
 
 jaxrl feedback --workdir=runs/x                                 # which groups wait
 jaxrl feedback --workdir=runs/x --uid=UID --value=1 --who=ann   # one verdict
-jaxrl feedback --workdir=runs/x --import=FILE.jsonl             # many verdicts
+jaxrl feedback --workdir=runs/x --uid=UID --correction=TEXT --who=ann  # a corrected answer
+jaxrl feedback --workdir=runs/x --import=FILE.jsonl             # many verdicts and corrections
 jaxrl feedback --workdir=runs/x --export=FILE.jsonl             # the groups that wait
 jaxrl feedback --workdir=runs/x --page=FILE.html                # a page on which people judge them
 jaxrl feedback --workdir=runs/x --pairs=FILE.jsonl              # preference pairs of all verdicts
 
 When the command returns, all accepted verdicts are on disk. Each line of an imported file has
 `uid`, `value` and `who` (a verdict), or `chosen`, `rejected` and `who` (a comparison), and
-optionally `scorer` and `attempt`. If any lines are refused, they are printed with the reasons, the
-other lines are attached, and the exit code is 1. A file may be imported repeatedly. The exported
-pairs can train DPO and reward models.
+optionally `scorer` and `attempt`; or `uid`, `correction` and `who` (a corrected answer to any
+sample of the run, which becomes an expert row, as with jaxrl experts). If any lines are refused,
+they are printed with the reasons, the other lines are attached, and the exit code is 1. A file may
+be imported repeatedly. The exported pairs can train DPO and reward models.
 
 With --json, each of these commands prints one JSON document.
 """
@@ -25,6 +27,7 @@ from collections.abc import Iterable, Sequence
 
 from absl import flags
 
+from jaxrl_llm.app.offline.experts import Correction, Run, add_corrections
 from jaxrl_llm.app.offline.feedback import (
   export_groups,
   export_pairs,
@@ -41,6 +44,9 @@ FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
 flags.DEFINE_string('uid', None, 'Sample to which a verdict is attached.', flag_values=FLAGS)
 flags.DEFINE_float('value', None, 'Value of the verdict.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'correction', None, 'Corrected answer to the sample, as an expert row.', flag_values=FLAGS
+)
 flags.DEFINE_string('who', None, 'Name of the person or program that judges.', flag_values=FLAGS)
 flags.DEFINE_string(
   'scorer', None, 'Scorer whose reward this is; needed only with several.', flag_values=FLAGS
@@ -85,7 +91,7 @@ def _main(argv: Sequence[str]) -> int:
     return 0
   if FLAGS.uid is not None:
     return _attach(directory)
-  for name in ('value', 'who', 'scorer'):
+  for name in ('value', 'correction', 'who', 'scorer'):
     if FLAGS[name].value is not None:
       raise UserError(f'--{name}: only with --uid=UID')
   groups = waiting_groups(directory)
@@ -97,6 +103,8 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _attach(directory: pathlib.Path) -> int:
+  if FLAGS.correction is not None:
+    return _correct(directory.parent)
   for name in ('value', 'who'):
     if FLAGS[name].value is None:
       raise UserError(f'--{name} is missing; a verdict has --uid, --value and --who')
@@ -105,6 +113,20 @@ def _attach(directory: pathlib.Path) -> int:
   if reply.refused is not None:
     raise UserError(reply.line)
   _show(dataclasses.asdict(reply), [reply.line])
+  return 0
+
+
+def _correct(workdir: pathlib.Path) -> int:
+  for name in ('value', 'scorer'):
+    if FLAGS[name].value is not None:
+      raise UserError(f'--{name}: not with --correction; a verdict is a command of its own')
+  if FLAGS.who is None:
+    raise UserError('--who is missing; a correction has --uid, --correction and --who')
+  correction = Correction(FLAGS.uid, FLAGS.correction, FLAGS.who)
+  report = add_corrections(Run(workdir), [('--correction', correction)])
+  if report.refused:
+    raise UserError(report.refused[0])
+  _show(report._asdict(), report.lines)
   return 0
 
 

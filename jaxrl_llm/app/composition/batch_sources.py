@@ -26,6 +26,7 @@ from jaxrl_llm.master.batches import (
   RolloutBatches,
   StreamBatches,
 )
+from jaxrl_llm.master.experts import AddedExperts
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.explorer import Explorer
 from jaxrl_llm.master.exploring.past import Past
@@ -124,7 +125,16 @@ def build_batches(
   if source.experts is None:
     return RolloutBatches(explorer, trains=stage.trains)
   stream = RowStream(workdir, demonstrations_file(stage.name), rows=source.expert_rows, seed=seed)
-  return MixedBatches(explorer, StreamBatches(stream, events=events))
+  longest = config.rollout.max_length
+  added = AddedExperts(
+    store,
+    max_uses=source.experts.max_uses,
+    bounds=Bounds(vocab_size=prepared.spec.vocab_size, max_length=longest),
+    longest=longest,
+  )
+  return MixedBatches(
+    explorer, StreamBatches(stream, events=events), added, rows=source.expert_rows
+  )
 
 
 def _followed(

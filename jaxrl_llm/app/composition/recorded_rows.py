@@ -48,10 +48,10 @@ def copy_recorded(
   if (workdir / file).exists():
     return
   run = pathlib.Path(source.run).expanduser()
-  recorded = recorded_config(stage.name, run)
+  recorded = recorded_config(f'stages.{stage.name}.source.run', run)
   checkpoint = recorded.checkpoint
   vocabulary = run / TOKENIZER if checkpoint is None else model_directory(checkpoint)
-  check_same_tokenizer(stage.name, run, vocabulary, tokenizer)
+  check_same_tokenizer(f'stages.{stage.name}.source', run, vocabulary, tokenizer)
   stored = StoredGroups(
     run=run,
     tasks={task.uid: task for name in source.tasksets for task in tasksets[name].tasks},
@@ -109,9 +109,9 @@ class RecordedConfig(NamedTuple):
     return self.rewards.weighted(self.weights.get(stage))
 
 
-def recorded_config(stage: str, run: pathlib.Path) -> RecordedConfig:
-  """Reads the configuration of the other run whose rollouts `stage` learns from. Raises UserError
-  if `run` is not the directory of a run.
+def recorded_config(where: str, run: pathlib.Path) -> RecordedConfig:
+  """Reads the configuration of another run whose rollouts are used. Raises UserError if `run` is
+  not the directory of a run; the message begins with `where`.
   """
   file = run / 'config.json'
   try:
@@ -125,20 +125,18 @@ def recorded_config(stage: str, run: pathlib.Path) -> RecordedConfig:
         raise ValueError(f'stages.{name}.source.rewards holds a weight that is not a number')
   except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
     reason = f'lacks {error}' if isinstance(error, KeyError) else error
-    raise UserError(
-      f'stages.{stage}.source.run: {run} is not the directory of a run ({reason})'
-    ) from None
+    raise UserError(f'{where}: {run} is not the directory of a run ({reason})') from None
   return RecordedConfig(checkpoint, from_json(rewards, RewardsConfig, f'{file}: rewards'), weights)
 
 
 def check_same_tokenizer(
-  stage: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer
+  where: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer
 ) -> None:
   """Raises UserError if the recorded run had another vocabulary, so that its token ids have other
-  meanings.
+  meanings. The message begins with `where`.
   """
   if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
     raise UserError(
-      f'stages.{stage}.source: {run} had another vocabulary ({directory}); start from its '
+      f'{where}: {run} had another vocabulary ({directory}); start from its '
       'checkpoint, or use the same tasksets and policy.tokenizer'
     )

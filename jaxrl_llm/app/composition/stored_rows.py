@@ -67,10 +67,10 @@ def write_others(
     UserError: the other run does not fit this one, or no rollout is selected.
   """
   run = pathlib.Path(stage.source.run).expanduser()
-  recorded = recorded_config(stage.name, run)
+  recorded = recorded_config(f'stages.{stage.name}.source.run', run)
   checkpoint = recorded.checkpoint
   vocabulary = run / TOKENIZER if checkpoint is None else model_directory(checkpoint)
-  check_same_tokenizer(stage.name, run, vocabulary, tokenizer)
+  check_same_tokenizer(f'stages.{stage.name}.source', run, vocabulary, tokenizer)
   groups = StoredGroups(
     run=run,
     tasks=_tasks(stage, tasksets),

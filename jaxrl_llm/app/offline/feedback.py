@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.app.composition.workdir import TOKENIZER
 from jaxrl_llm.app.offline.agreement import Agreement, agreements
+from jaxrl_llm.app.offline.experts import Correction, Run, add_corrections
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.task import Message
@@ -285,6 +286,8 @@ class Imported(NamedTuple):
   """Number of comparisons in the file."""
   refused: list[str]
   """One line for each verdict or line of the file that was refused, with the reason."""
+  corrections: int
+  """Number of corrected answers in the file that are now expert rows of the run."""
   agreement: dict[str, Agreement]
   """Agreement among the judges, over all verdicts in the inbox, keyed by scorer."""
 
@@ -295,24 +298,30 @@ class Imported(NamedTuple):
   def lines(self) -> list[str]:
     return [
       *self.refused,
-      f'{self.file}: {self.attached} verdicts attached, {len(self.refused)} refused',
+      f'{self.file}: {self.attached} verdicts attached, '
+      + (f'{self.corrections} corrections added, ' if self.corrections else '')
+      + f'{len(self.refused)} refused',
       *(f'{scorer}: {agreement.line}' for scorer, agreement in self.agreement.items()),
     ]
 
 
 def import_file(directory: str | os.PathLike, file: pathlib.Path) -> Imported:
-  """Attaches the verdicts in a JSON Lines file. Refused lines do not affect the other lines.
+  """Attaches the verdicts in a JSON Lines file, and adds its corrections as expert rows. Refused
+  lines do not affect the other lines.
 
   Raises UserError if the file or the store cannot be read.
   """
   attached, refused = 0, []
   verdicts: list[tuple[int, LateVerdict]] = []
   comparisons: list[tuple[int, Comparison]] = []
+  corrections: list[tuple[str, Correction]] = []
   for number, line in _lines(file):
     try:
       row = _parsed(line)
       if isinstance(row, dict) and 'chosen' in row:
         comparisons.append((number, read_comparison(row)))
+      elif isinstance(row, dict) and 'correction' in row:
+        corrections.append((f'{file}:{number}', _read_correction(row)))
       else:
         verdicts.append((number, read_verdict(row)))
     except UserError as error:
@@ -327,7 +336,23 @@ def import_file(directory: str | os.PathLike, file: pathlib.Path) -> Imported:
       for (number, _), reply in zip(batch, replies, strict=True)
       if reply.refused is not None
     ]
-  return Imported(str(file), attached, len(comparisons), refused, agreements(given(directory)))
+  corrected = 0
+  if corrections:
+    report = add_corrections(Run(pathlib.Path(directory).parent), corrections)
+    corrected = report.added + len(report.known)
+    refused += report.refused
+  return Imported(
+    str(file), attached, len(comparisons), refused, corrected, agreements(given(directory))
+  )
+
+
+def _read_correction(row: Mapping[str, Any]) -> Correction:
+  if row.keys() != {'uid', 'correction', 'who'}:
+    raise UserError(
+      f'it has {", ".join(map(repr, row))[:200]}, wanted uid, correction and who, and verdicts in '
+      'lines of their own'
+    )
+  return Correction(row['uid'], row['correction'], row['who'])
 
 
 class Comparison(NamedTuple):

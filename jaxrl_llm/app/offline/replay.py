@@ -25,14 +25,15 @@ from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.learner.state import Learned
-from jaxrl_llm.master.batches import SEALED
 from jaxrl_llm.master.exploring.recall import recall
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.loop import pass_over, take_step
 from jaxrl_llm.master.recorded import RecordedGroups
 from jaxrl_llm.master.records import step_metrics
+from jaxrl_llm.replay import experts
 from jaxrl_llm.replay.browse import open_copy
 from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.replay.segments import SEALED
 from jaxrl_llm.replay.tables import INDEX
 from jaxrl_llm.rollout.vllm.publication import digest
 from jaxrl_llm.rollout.workflow import completion_text
@@ -206,7 +207,13 @@ def taken(
   """
   if recorded is not None:
     return recorded.recall(plan.rows)
-  uids = [*dict.fromkeys(row.uid for row in plan.rows if row.source.startswith(SEALED))]
+  uids = [
+    *dict.fromkeys(
+      row.uid
+      for row in plan.rows
+      if row.source.startswith(SEALED) and not row.uid.startswith(experts.PREFIX)
+    )
+  ]
   tasks = {task.uid: task for taskset in past.prepared.tasksets.values() for task in taskset.tasks}
 
   def text(sample):

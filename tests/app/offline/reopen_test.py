@@ -67,7 +67,7 @@ def test_a_run_to_learn_from_whose_configuration_is_none_is_one_line(tmp_path, t
   with pytest.raises(
     UserError, match=r'^stages\.learn\.source\.run: [^\n]* is not the directory of a run [^\n]*$'
   ):
-    recorded_config('learn', tmp_path)
+    recorded_config('stages.learn.source.run', tmp_path)
 
 
 def test_a_command_that_names_explorers_has_them(tmp_path):

@@ -1,0 +1,59 @@
+"""Expert rows that are added to a run while it is active (`replay.experts`), as rows of batches."""
+
+from __future__ import annotations
+
+from jaxrl_llm.batching.plan import Row, with_prefixes
+from jaxrl_llm.core.records.sample import Sample
+from jaxrl_llm.replay import experts
+from jaxrl_llm.replay.index import ReplayStore
+from jaxrl_llm.replay.segments import SEALED
+from jaxrl_llm.rollout.untrusted import Bounds
+
+
+class AddedExperts:
+  """Draws added expert rows for the batches of a stage, in the order of their arrival."""
+
+  def __init__(self, store: ReplayStore, *, max_uses: int, bounds: Bounds, longest: int):
+    """
+    Args:
+      max_uses: maximum number of batches that train on a row.
+      bounds: limits of the run, which a row must not exceed.
+      longest: maximum number of tokens of a row in this stage. Longer ones wait for another stage.
+    """
+    self._store, self._max_uses = store, max_uses
+    self._bounds, self._longest = bounds, longest
+
+  def draw(self, step: int, count: int) -> tuple[list[Row], dict[str, int]]:
+    """Takes the rows that have arrived, and draws at most `count` rows for the batch of a step. It
+    is to be called once for each step.
+
+    Returns the rows, and the counters `experts/…` of the batch.
+    """
+    arrived = experts.take(self._store, step, self._check)
+    ready = self._store.added(step, max_uses=self._max_uses, longest=self._longest)
+    uids = ready[:count]
+    places = self._store.at(step).seal(uids) if uids else {}
+    samples = self._store.read(uids)
+    rows = [
+      Row(
+        uid=sample.uid,
+        source=f'{SEALED}/{places[sample.uid][0]}',
+        index=places[sample.uid][1],
+        length=len(sample.tokens),
+        prompt_len=sample.prompt_len,
+        group=sample.group_id,
+        reward=None,
+        is_expert=True,
+        truncated=False,
+        version_step=None,
+      )
+      for sample in samples
+    ]
+    counts = {'arrived': arrived, 'added': len(rows), 'waiting': len(ready) - len(rows)}
+    return with_prefixes(rows, samples), {f'experts/{name}': n for name, n in counts.items()}
+
+  def _check(self, sample: Sample) -> None:
+    """Raises ValueError if a row exceeds the limits of the run."""
+    self._bounds.check_tokens(sample.tokens, 'tokens')
+    if len(sample.tokens) > self._bounds.max_length:
+      raise ValueError(f'{len(sample.tokens)} tokens, wanted at most {self._bounds.max_length}')
