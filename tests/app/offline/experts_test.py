@@ -19,12 +19,12 @@ from jaxrl_llm.core.records.sample import decode
 from jaxrl_llm.replay.experts import arrived
 from jaxrl_llm.replay.index import open_store
 
-(TASK,) = make_tasks(1)
+TASK = make_tasks(2)[1]
 WHO = '--who=ann'
 
 
 def new_run(directory, config='configs/mix.py:mix'):
-  """The directory of a run whose store has two samples of the task 'aa'. The policy read another
+  """The directory of a run whose store has two samples of the task 'ab'. The policy read another
   prompt for the second, h/0.
   """
   directory.mkdir(exist_ok=True)
