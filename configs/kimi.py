@@ -88,7 +88,7 @@ def get_config(variant: str = '') -> Config:
       evaluate_every=None,
     ),
     _long2short('shortest', 'sft', 'shortest_correct', OptimizerConfig(peak_lr=3e-4, b2=0.99)),
-    _long2short('dpo', 'dpo', 'pairs', OptimizerConfig(peak_lr=1e-4, b2=0.99)),
+    _long2short('dpo', 'dpo', 'pairs', OptimizerConfig(peak_lr=3e-5, b2=0.99)),
   )
   rewards = dataclasses.replace(config.rewards, scorers=(*config.rewards.scorers, LENGTH))
   short = TasksetConfig(

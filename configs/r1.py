@@ -43,12 +43,7 @@ def get_config(variant: str = '') -> Config:
   sft, grpo = config.stages
   rollouts, imitation = grpo.source, dataclasses.replace(sft.optimizer, peak_lr=1e-3)
   stages = (
-    dataclasses.replace(
-      sft,
-      name='cold_start',
-      source=dataclasses.replace(sft.source, count=1000),
-      steps=400,
-    ),
+    dataclasses.replace(sft, name='cold_start'),
     dataclasses.replace(
       grpo,
       name='reasoning',
