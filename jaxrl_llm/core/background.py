@@ -45,8 +45,8 @@ def in_daemon_thread(
 ) -> asyncio.Future[T]:
   """Starts `function(*args, **kwargs)` in a new thread, and returns a future of the result.
 
-  Unlike with `asyncio.to_thread`, neither the event loop nor the process waits for the thread when
-  it ends.
+  Unlike a thread of `asyncio.to_thread`, this thread delays neither the closing of the event loop
+  nor the exit of the process.
   """
   result: concurrent.futures.Future[T] = concurrent.futures.Future()
 

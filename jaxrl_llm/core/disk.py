@@ -100,7 +100,7 @@ def scratch(prefix: str) -> Iterator[pathlib.Path]:
 
 def _remove_orphans(prefix: str) -> None:
   for folder in pathlib.Path(tempfile.gettempdir()).glob(f'{prefix}*'):
-    # The owner is alive, or another process is removing the folder.
+    # An OSError means that the owner is alive, or that another process is removing the folder.
     with contextlib.suppress(OSError):
       status = folder.lstat()
       if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():

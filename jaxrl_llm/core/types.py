@@ -27,8 +27,8 @@ class Version:
   crash.
 
   `step` is the number of completed batches. `attempt` increases with each start of the run in its
-  run directory, and with each stage that begins with weights other than the previous stage's last
-  ones.
+  run directory. It also increases with each stage that does not continue from the previous stage's
+  last weights.
   """
 
   attempt: int

@@ -33,8 +33,7 @@ async def bounded(
 ) -> T:
   """Awaits `awaitable` within `limit` and returns its result.
 
-  At the deadline, cancels `awaitable` and raises WaitExpired. The other arguments are those of
-  `limit`.
+  At the deadline, cancels `awaitable` and raises WaitExpired. For the other arguments, see `limit`.
   """
   async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s):
     return await awaitable
@@ -51,7 +50,7 @@ async def gathered(
   """Awaits all coroutines in `work` concurrently and returns their results in order.
 
   Each completion restarts the deadline, so WaitExpired is raised only if no coroutine completes for
-  `deadline_s` seconds. The other arguments are those of `limit`.
+  `deadline_s` seconds. For the other arguments, see `limit`.
   """
   async with limit(name=name, owner=owner, waits_for=waits_for, deadline_s=deadline_s) as running:
 
@@ -95,8 +94,8 @@ async def limit(
 def watched(*, name: str, owner: str, waits_for: str, deadline_s: float) -> Iterator[None]:
   """Limits the duration of a block that cannot be interrupted, such as a call into a C library.
 
-  At the deadline, dumps the stacks of all threads to stderr and ends the process. The arguments are
-  those of `limit`.
+  At the deadline, dumps the stacks of all threads to stderr and ends the process. For the
+  arguments, see `limit`.
   """
 
   def leave() -> None:
@@ -121,8 +120,7 @@ async def ended(
 ) -> int:
   """Waits for a process that was asked to end, and returns its exit code.
 
-  At the deadline, kills the process and raises WaitExpired. The other arguments are those of
-  `limit`.
+  At the deadline, kills the process and raises WaitExpired. For the other arguments, see `limit`.
   """
   try:
     return await asyncio.to_thread(process.wait, deadline_s)

@@ -140,7 +140,7 @@ class Client:
     Raises:
       Lost: the connection fails or breaks, a time limit passes, or the status is 5xx.
       Malformed: the response is not HTTP.
-      Refused: any other status except 200.
+      Refused: the status is below 500, but not 200.
     """
     timeout = aiohttp.ClientTimeout(
       total=deadline_s, sock_connect=min(deadline_s or _CONNECT_S, _CONNECT_S), sock_read=silence_s

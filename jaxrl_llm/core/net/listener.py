@@ -1,5 +1,5 @@
-"""Serves HTTP on a Unix socket that only this user can open and, optionally, on a front for
-others.
+"""Serves HTTP on a Unix socket that only this user can open and, optionally, on a front that gives
+other users access.
 """
 
 from __future__ import annotations

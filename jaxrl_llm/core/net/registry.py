@@ -113,7 +113,7 @@ class Kind(enum.StrEnum):
   SANDBOX = 'sandbox'
   """A sandbox host, for scorers of kind `code`."""
   JUDGE = 'judge'
-  """A vLLM server with a different model's weights, for scorers of kind `judge`."""
+  """A vLLM server that serves another model than the policy, for scorers of kind `judge`."""
   EXPLORER = 'explorer'
   """An explorer process, to which no other process connects."""
   MASTER = 'master'
@@ -588,7 +588,7 @@ class Watch:
     """Scans the directory and returns the valid leases that have not expired, oldest first.
 
     Of several leases for one address, only the newest is returned. This method never raises: errors
-    are logged. While the directory cannot be read, the result is that of the last successful scan.
+    are logged. While the directory cannot be read, the last successful scan's result is returned.
 
     Args:
       now: reader's clock in seconds, which never goes back.

@@ -252,8 +252,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
 class _Listener(socket.socket):
   """Listening socket that bounds the number and time of unauthenticated connections.
 
-  Both bounds hold from the moment at which a connection is accepted. A TLS handshake that is never
-  finished therefore holds a descriptor no longer than a request that is never sent.
+  Both bounds apply to a connection as soon as it is accepted, and so also to connections whose TLS
+  handshake never finishes.
   """
 
   def __init__(self, *args: int, strangers: int):

@@ -413,7 +413,9 @@ def _complain(text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the guard and returns its exit code. An invalid command line exits with 2."""
+  """Runs the guard and returns its exit code. If the command line is invalid, raises SystemExit
+  with code 2.
+  """
   parser = argparse.ArgumentParser(
     prog='guard.py',
     usage=(

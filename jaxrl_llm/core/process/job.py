@@ -99,7 +99,7 @@ def describe(
     coordinator, processes, process: values of the flags, which override the environment; None for
       flags that are not set.
     has_tpu: whether the machine has TPU chips, so that JAX may ask Google's metadata server.
-    has_mpi4py: whether mpi4py is installed, with which JAX finds the address under any MPI.
+    has_mpi4py: whether mpi4py is installed, which lets JAX find the address under any MPI.
 
   Raises:
     UserError: a fact is missing or invalid.
@@ -227,10 +227,10 @@ def _check_index(source: str, index: int | None, count: int | None) -> None:
 
 
 def _place(environment: Mapping[str, str], *, has_tpu: bool, has_mpi4py: bool) -> _Place | None:
-  """Returns the place that the innermost system gave to this process; None if there is no system.
+  """Returns the place that the innermost system gave to this process; None if no system started it.
 
-  MPI comes before Slurm: an MPI launcher may run its own processes as a step of Slurm, so that
-  Slurm's variables describe the launcher's processes.
+  MPI comes before Slurm: an MPI launcher may run its own processes as a step of Slurm. Slurm's
+  variables then describe the launcher's processes, not the job's.
   """
   return (
     _open_mpi(environment, has_mpi4py)
