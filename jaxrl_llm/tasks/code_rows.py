@@ -116,7 +116,7 @@ def _code_contests(fields: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _livecodebench(fields: Mapping[str, Json]) -> dict[str, Json]:
-  """Converts a row of LiveCodeBench's code generation (Jain et al., arXiv:2403.07974)."""
+  """Converts a row of LiveCodeBench's code generation task (Jain et al., arXiv:2403.07974)."""
   tests = [
     *_tests_of(_value(fields, 'public_test_cases'), 'public_test_cases'),
     *_tests_of(_private_tests(fields), 'private_test_cases'),
@@ -153,7 +153,9 @@ _CONVERTERS: Mapping[str, Callable[[Mapping[str, Json]], dict[str, Any]]] = {
 
 
 def _private_tests(fields: Mapping[str, Json]) -> Json:
-  """Returns the private tests of LiveCodeBench: JSON, or base64 of zlib of a pickle of JSON."""
+  """Returns the private tests of a row of LiveCodeBench, as JSON or JSON text. If the row has a
+  pickle of the JSON text, compressed with zlib and encoded as base64, the text is extracted.
+  """
   value = _value(fields, 'private_test_cases')
   if not isinstance(value, str) or value.lstrip()[:1] in ('[', ''):
     return value

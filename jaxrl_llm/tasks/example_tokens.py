@@ -208,11 +208,12 @@ def _check_marks(
   marks: Sequence[tuple[int, int]],
   render: Callable[[Sequence[ChatMessage]], Rendered],
 ) -> None:
-  """Raises ValueError if the chat template marks text of other messages as the assistant's.
+  """Raises ValueError if the chat template marks text of a system, user or tool message as the
+  assistant's.
 
-  The text of messages between two assistant turns is found by rendering the conversation up to
-  their beginning and up to their end. If these texts are not prefixes of the whole text, the
-  messages are not checked.
+  To find the text of the messages between two assistant turns, the conversation is rendered twice:
+  up to the first of these messages, and through the last. If the two rendered texts are not
+  prefixes of the whole text, the messages are not checked.
   """
   at = 0
   for answers, turn in itertools.groupby(messages, lambda message: message['role'] == 'assistant'):
@@ -290,7 +291,7 @@ def _check_answer(
   Args:
     i: index of the message in the conversation.
     message: message of the assistant.
-    answers: ranges of the message's tokens.
+    answers: ranges [start, end) in `tokens` of the message's own tokens.
   """
   answer = tokenizer.decode([token for start, end in answers for token in tokens[start:end]])
   if not any(start < end for start, end in answers):

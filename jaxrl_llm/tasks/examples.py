@@ -52,7 +52,7 @@ class ExamplesConfig:
   source: str
   """Path of a .jsonl or .parquet file, or 'datasets:<directory or hub id>[#split]'."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Arguments passed to `datasets.load_dataset`. A path as source has no options."""
+  """Arguments passed to `datasets.load_dataset`. Must be empty if `source` is a file."""
   domain: str = 'general'
   """Domain of the rows that have no field `ability`."""
   size: int | None = None
@@ -60,9 +60,9 @@ class ExamplesConfig:
   messages_key: str = 'messages'
   """Name of the column with the conversations."""
   prompt: str | None = None
-  """Template of a user message. If it and `completion`, the template of the answer, are set, every
-  row becomes a conversation with these two messages, whatever its own form. Templates are Python
-  format strings over the row's fields (see `tasks.templates`).
+  """Template of a user message. If it is set, `completion`, the template of the answer, must be set
+  too, and every row becomes a conversation with these two messages, whatever its own form.
+  Templates are Python format strings over the row's fields (see `tasks.templates`).
   """
   completion: str | None = None
   """Template of the assistant's answer to `prompt`."""
@@ -79,8 +79,8 @@ class ExamplesConfig:
   above. 'completions': a row's completion, or all tokens if it has none. 'all': all tokens.
   """
   deduplicate: Literal['none', 'rows', 'prompts'] = 'none'
-  """Rows that are dropped as duplicates: 'none', those equal to an earlier row ('rows'), or those
-  with the prompt of an earlier row ('prompts').
+  """Rows that are dropped as duplicates. none: no rows; rows: rows that equal an earlier row;
+  prompts: rows with the same prompt as an earlier row.
   """
   split: Literal['all', 'train', 'eval'] = 'all'
   holdout: float = 0.0
@@ -275,8 +275,8 @@ def _prompt(content: Content) -> tuple[Mapping[str, str], ...]:
 
 
 def _content(fields: Mapping[str, Json], config: ExamplesConfig) -> Content:
-  """Converts the fields of a row. Raises ValueError if they have none of the known forms, or a
-  broken one.
+  """Converts the fields of a row. Raises ValueError if they have none of the known forms, or if the
+  values are invalid for the form.
   """
   if config.text is not None:
     return _text_of(templates.render(config.text, fields))

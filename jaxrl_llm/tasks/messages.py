@@ -119,8 +119,8 @@ def _check_tool_calls(where: str, role: Json, calls: Json) -> None:
 
 
 def called_name(call: Json) -> str | None:
-  """Returns the name of the tool in a tool call or in a tool's description; None if there is
-  none.
+  """Returns the name of the tool in a tool call or in a tool's description; None if no tool is
+  named.
   """
   inner = call.get('function', call) if isinstance(call, Mapping) else None
   name = inner.get('name') if isinstance(inner, Mapping) else None

@@ -49,7 +49,7 @@ class PreferencesConfig:
   'taskset:<name>'.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Arguments passed to `datasets.load_dataset`. A path as source has no options."""
+  """Arguments passed to `datasets.load_dataset`. Must be empty if `source` is a file."""
   domain: str = 'general'
   """Domain of the rows that have no field `ability`."""
   size: int | None = None
@@ -70,8 +70,8 @@ class PreferencesConfig:
   the same holdout holds out the same prompts.
   """
   fold: int | None = None
-  """Cross-validation: the split 'eval' is the fold with this index, and 'train' the other `folds` −
-  1 folds. If None, `holdout` is used instead.
+  """For cross-validation: index, from 0, of the fold that forms the split 'eval'. The other
+  `folds` − 1 folds form 'train'. If None, `holdout` is used instead.
   """
   folds: int = 5
   origin: Literal['human', 'synthetic'] = 'human'
@@ -263,8 +263,8 @@ def _preferences(
 def _check_group(
   where: str, pair: Pair, group_of: dict[str, str], config: PreferencesConfig
 ) -> None:
-  """Raises UserError if the pair's prompt also occurs in another group, because a split could then
-  put it on both sides. Records the group of the prompt in `group_of`.
+  """Raises UserError if the pair's prompt also occurs in another group, because the prompt could
+  then be in both splits. Records the group of the prompt in `group_of`.
   """
   group = group_of.setdefault(pair.task.digest, pair.group)
   if config.split != 'all' and group != pair.group:

@@ -26,7 +26,7 @@ empty string to keep it.
 
 
 class Passed(NamedTuple):
-  """Number of tasks that a processor was given, and numbers of those that it dropped."""
+  """Counts of the tasks that a processor was given and of the tasks that it dropped."""
 
   name: str
   given: int
@@ -43,7 +43,7 @@ class Passed(NamedTuple):
 
 
 class ProcessorContext(NamedTuple):
-  """Data other than its tasks on which a processor's decisions may depend."""
+  """Data on which a processor's decisions may depend, besides the tasks that it is given."""
 
   others: Sequence[Task]
   """Tasks of the tasksets processed before this one."""
@@ -115,8 +115,8 @@ signs that occur in formulas (5!, y', 2-1, brackets).
 
 
 def in_order(names: Iterable[str], measured: Collection[str]) -> list[str]:
-  """Returns the names of tasksets in the order in which they are processed. Those of evaluations
-  come first, so a task in both is dropped from training.
+  """Returns the names of tasksets in the order in which they are processed. The tasksets of
+  evaluations (`measured`) come first, so a training task that is also in one of them is dropped.
   """
   return sorted(names, key=lambda name: name not in measured)
 

@@ -37,7 +37,7 @@ class RenderingLimits:
 
   cpu_s: float = 5.0
   memory_bytes: int = 1 << 30
-  """Maximum address space in bytes in addition to that at the start of the process."""
+  """Maximum number of bytes by which the process's address space may grow after its start."""
   characters: int = 16 << 20
   """Maximum length of the rendered text in characters."""
   start_s: float = 120.0

@@ -33,10 +33,10 @@ class SamplerConfig:
   order: Literal[
     'shuffled', 'sequential', 'easy_to_hard', 'hard_to_easy', 'prioritised', 'difficulty'
   ] = 'shuffled'
-  """shuffled, sequential, easy_to_hard, hard_to_easy: each task is drawn once per pass, with the
-  last two in ascending or descending order of the row field `hardness`. prioritised: a task's
-  weight is 1 − its success rate. difficulty: a task's weight is larger the closer its success rate
-  is to `target`.
+  """shuffled, sequential, easy_to_hard, hard_to_easy: each task is drawn once per pass. For the
+  last two, the order is ascending or descending by the row field that `hardness` names.
+  prioritised: a task's weight is 1 − its success rate. difficulty: the closer a task's success rate
+  is to `target`, the larger its weight.
   """
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
   """Relative share of each taskset in the draws. Tasksets take turns by their shares, not at

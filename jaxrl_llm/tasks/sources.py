@@ -121,8 +121,8 @@ def read_rows(
 
 
 def report_corrupt(corrupt: Corrupt, reader: str, on_corrupt: str, count: int) -> None:
-  """Reports a corrupt row: raises UserError if `on_corrupt` is 'fail', and otherwise logs the first
-  few.
+  """Reports a corrupt row: raises UserError if `on_corrupt` is 'fail'. Otherwise, logs the row if
+  `count` is at most `_CORRUPT_SHOWN`.
 
   Args:
     reader: name of the reader for messages, such as 'taskset train'.

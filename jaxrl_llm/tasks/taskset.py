@@ -64,7 +64,7 @@ class TasksetConfig:
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Parameters of the source: the configuration of a reasoning-gym dataset, or arguments of
-  `datasets.load_dataset`. A path as source has no options.
+  `datasets.load_dataset`. Must be empty if `source` is a file.
   """
   form: Form | None = None
   """Public data set whose row format the source uses: 'apps', 'code_contests' or 'livecodebench'.
