@@ -222,7 +222,7 @@ class ScorerConfig:
   combine: Literal['sum', 'product', 'gate'] = 'sum'
   """How the scorer's value enters the reward. sum: weight · value is added; product: the sum is
   multiplied by weight · value; gate: the reward is 0 unless the value is at least 1. For product
-  and gate, the values of turns count in the value.
+  and gate, the value includes the values of turns.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Options for the implementation, which parses and checks them."""
@@ -389,11 +389,11 @@ class Reward:
 def combine(scores: Sequence[Score], config: RewardsConfig) -> Reward:
   """Combines the scores of one sample into a reward.
 
-  The value of the reward is (Σ weightₛ · valueₛ) · Π weightₚ · totalₚ over the scores s of scorers
-  with combine 'sum' and the scores p of those with 'product'. The total of a score is its value
-  plus the values of its turns. The reward is 0 if the total of a 'gate' is below 1. An empty sum
-  counts as 1. The values of turns are combined in the same way, with the factors of the whole
-  sample. The value is None if `scores` is empty or any of the scores has no value.
+  The value of the reward is (Σ weightₛ · valueₛ) · Π weightₚ · totalₚ, where s are the scores with
+  `combine='sum'`, and p the scores with `combine='product'`. The total of a score is its value plus
+  the values of its turns. The reward is 0 if a score with `combine='gate'` has a total below 1. An
+  empty sum counts as 1. Each turn's value is Σ weightₛ · (value of the turn in s), multiplied by
+  the same factors. The value is None if `scores` is empty or any of the scores has no value.
   """
   by_name = {c.name: c for c in config.scorers}
   parts: dict[str, float] = {}

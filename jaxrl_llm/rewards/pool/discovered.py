@@ -24,8 +24,8 @@ from jaxrl_llm.rewards.api import Discovers
 from jaxrl_llm.rewards.pool.live import Live
 
 SERVICES_DEADLINE_S = 900.0
-"""Maximum seconds for which a run waits at its start until every scorer that discovers its services
-has found one.
+"""Maximum seconds that a run waits at its start for the services of scorers that discover them. The
+wait ends when each of these scorers has a service.
 """
 _LOOK_S = LOOK_S
 

@@ -48,7 +48,7 @@ to end. The limit is long enough for a busy machine.
 _TO_START = 'scorer workers to start (do their modules import?)'
 
 BATCH_DEADLINE_S = 1.0
-"""Time limit in seconds for a batch of several calls, if it is below the deadline of one call. The
+"""Time limit in seconds for a batch of several calls, unless the deadline of a call is shorter. The
 calls of a batch that takes longer are repeated one by one, each with its own deadline.
 """
 
@@ -56,8 +56,8 @@ CHECK_S = 1.0
 """Seconds between checks that the pool is alive, while a call is in flight."""
 
 MAX_BREAKS = 5
-"""Maximum number of consecutive failures of the whole pool, each of which restarts all workers,
-without a finished call in between. One more failure stops the run.
+"""Maximum number of failures of the whole pool in a row, without a finished call in between. Each
+failure restarts all workers. One more failure stops the run.
 """
 
 
@@ -97,8 +97,8 @@ class Workers:
     must not inherit them.
     """
     self.count, self._counts = count, counts
-    # With two batches in flight for each worker, it has its next batch while the event loop is busy
-    # elsewhere.
+    # There are two batches in flight for each worker, so a worker can start its next batch even if
+    # the event loop is busy elsewhere.
     self._queue = CallQueue(self._make, limit=2 * count)
     self._batches = 0
     """Number of batches of calls in flight."""

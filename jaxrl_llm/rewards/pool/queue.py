@@ -44,8 +44,8 @@ class CallQueue:
   """Gives calls to workers in batches, of which at most `limit` are in flight.
 
   A batch has several calls only if the scorer's recent calls were so fast that the batch should
-  take at most `BATCH_S`. If its worker dies or takes too long, each call is repeated alone, so
-  that its outcome does not depend on the other calls.
+  take at most `BATCH_S`. If the worker dies or takes too long, each call of the batch is repeated
+  alone, so that no call's outcome depends on another call.
   """
 
   def __init__(
@@ -87,7 +87,9 @@ class CallQueue:
     self._schedule()
 
   def _schedule(self) -> None:
-    """Dispatches after the tasks that are ready now, so that their calls can share a batch."""
+    """Dispatches calls after the event loop has run the asyncio tasks that are ready now, so that
+    calls of these tasks can share a batch.
+    """
     if not self._is_scheduled:
       self._is_scheduled = True
       asyncio.get_running_loop().call_soon(self._dispatch)

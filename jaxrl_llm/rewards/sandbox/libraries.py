@@ -33,7 +33,9 @@ x = sympy.Symbol('x')
 sympy.solve(sympy.simplify(sympy.diff(x**2 / 2 + sympy.sin(x), x) - sympy.cos(x) - 1), x)
 """,
 }
-"""Statements that load a library with what its first calls import lazily, keyed by library."""
+"""Statements that import a library, and the modules that its first calls would import. Keyed by
+library.
+"""
 _REQUIREMENT = re.compile(r'[A-Za-z0-9._-]+')
 
 

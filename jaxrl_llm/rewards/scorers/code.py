@@ -215,7 +215,7 @@ def verdict_of(outcome: ProgramOutcome, credit: str) -> Verdict:
 
 @functools.cache
 def _sandboxes(limits: Limits, isolation: Isolation, libraries: tuple[Library, ...]) -> Sandboxes:
-  """Returns the sandboxes of this process of this kind. They end with the process."""
+  """Returns this process's sandboxes with these settings. They end with the process."""
   return Sandboxes(limits, isolation=isolation, preload=preload_of(libraries))
 
 

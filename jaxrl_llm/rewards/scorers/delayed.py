@@ -29,7 +29,7 @@ class DelayedOptions:
   """
   verdicts: int = 1
   """Number of verdicts that each sample needs, from different people or programs. The sample's
-  value is the mean of this many verdicts, the first to arrive.
+  value is the mean of the verdicts that arrive first, up to this number.
   """
 
   def __post_init__(self):

@@ -1,8 +1,8 @@
 """Scorer `instructions`: whether a completion follows verifiable instructions, such as 'in at most
 50 words'.
 
-The kinds of instructions and their arguments are the 25 published ones of IFEval (Zhou et al.,
-arXiv:2311.07911), read from a row's `instruction_id_list` and `kwargs`. The checks differ from
+The scorer supports the 25 kinds of instructions of IFEval (Zhou et al., arXiv:2311.07911). It reads
+them and their arguments from a row's `instruction_id_list` and `kwargs`. The checks differ from
 IFEval's evaluator in three ways: keywords are plain text instead of regular expressions, sentences
 and capital words are found without NLTK, and languages are recognised as in the scorer `language`.
 

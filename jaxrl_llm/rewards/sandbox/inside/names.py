@@ -53,7 +53,7 @@ class Names:
   called: frozenset[str]
 
   def is_class(self, name: str) -> bool:
-    """Returns whether the tests use a name as that of a class.
+    """Returns whether the tests use a name as the name of a class.
 
     The name must be capitalised, and the tests must not use it as a function. A name in capital
     letters only counts as a constant, unless the tests call it.

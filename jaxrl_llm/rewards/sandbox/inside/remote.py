@@ -83,7 +83,9 @@ _COMPARISONS = frozenset({
 
 
 def is_suspect(name: str) -> bool:
-  """Returns whether the name is that of a method of built-in types, or suggests a comparison."""
+  """Returns whether a method of this name could imitate a built-in value (`_STANDARD_NAMES`) or a
+  comparison (`_COMPARISONS`).
+  """
   bare = name.lower().replace('_', '')
   short = bare.removesuffix('to').removesuffix('with')
   forms = {form.removeprefix(prefix) for form in (bare, short) for prefix in ('', 'is')}
@@ -127,7 +129,7 @@ class OperationRefused(TypeError):
 
 
 class Remote:
-  # This class has no docstring, since `__doc__` must be that of the program's object.
+  # This class has no docstring, since `__doc__` must return the docstring of the program's object.
   __slots__ = (
     *(
       '_remote_base',

@@ -134,7 +134,9 @@ def _numpy_message(value: Any, kind: str) -> dict[str, Any]:
 
 
 def _numpy_value(kind: str, shape: list[Any], items: list[Any], *, scalar: bool) -> Any:
-  """Rebuilds a NumPy array or scalar. Raises ValueError or TypeError for other parts."""
+  """Rebuilds a NumPy array or scalar. Raises ValueError or TypeError if the type, the shape or an
+  item is invalid.
+  """
   numpy = sys.modules.get('numpy')
   wanted = {'bool': bool, 'str': str}.get(kind, int if 'int' in kind else float)
   if numpy is None or kind not in _NUMPY_TYPES or not all(type(item) is wanted for item in items):

@@ -130,7 +130,7 @@ def _build_root(readable: list[str]) -> None:
   for path in [*readable, *(f'/dev/{name}' for name in _DEVICES)]:
     if not os.path.islink(path):
       kernel.make_read_only(path, recursive=True)
-  # For libraries that write when they are loaded. Each sandbox mounts its own over it.
+  # Libraries may write to this /tmp while they load. Each sandbox mounts its own /tmp over it.
   kernel.mount(
     'tmpfs',
     '/tmp',

@@ -22,11 +22,11 @@ def explodes(text: str) -> bool:
   """Returns whether evaluating a text could take hours.
 
   This is assumed if the text has power towers, numbers of at least 400 digits, brackets nested
-  deeper than `MAX_DEPTH`, factorials of factorials, or an exponent or factorial of at least five
-  digits.
+  deeper than `MAX_DEPTH`, factorials of factorials, factorials of numbers with at least five
+  digits, or exponents with at least five digits (four after `e`, as in `1e1000`).
 
-  Such an answer is wrong unless it is written exactly like the truth. If the evaluation of another
-  text does not end, the pool's deadline stops it.
+  An answer with such a text counts as wrong unless it is written exactly like the truth. If the
+  evaluation of any other text does not end, the pool's deadline stops it.
   """
   depths = itertools.accumulate(1 if mark in '([{' else -1 for mark in text if mark in '([{)]}')
   return max(depths, default=0) > MAX_DEPTH or _EXPLOSIVE.search(SPACES.sub('', text)) is not None

@@ -1,5 +1,5 @@
-"""Compares expressions with math-verify, with guards against hostile answers and answers that leave
-several values open.
+"""Compares expressions with math-verify. Guards reject hostile answers, and answers that do not say
+which of several values they mean.
 """
 
 from __future__ import annotations

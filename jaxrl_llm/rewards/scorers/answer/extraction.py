@@ -125,8 +125,8 @@ def _boxes(text: str) -> tuple[list[_Boxed], list[_Boxed]]:
 
 
 def _held(text: str) -> list[tuple[_Boxed, str]]:
-  """Returns the outermost boxes with their contents. Nested boxes in a content are replaced by what
-  they contain.
+  """Returns the outermost boxes with their contents. Each nested box in the contents is replaced by
+  the text inside the nested box.
   """
   outer, inner = _boxes(text)
   cuts = sorted(

@@ -68,8 +68,8 @@ def plain(text: str) -> str:
 
 
 def split_number(text: str) -> tuple[Number, str] | None:
-  """Splits a text from `plain` into its leading number and the rest. Returns None if the text does
-  not begin with a number.
+  """Splits a text that `plain` has returned into its leading number and the rest. Returns None if
+  the text does not begin with a number.
   """
   match = _NUMBER.match(text)
   if not match or len(match.group()) > MAX_DIGITS or (match['sign'] and match['inner']):

@@ -26,7 +26,7 @@ def normalise(text: str) -> str:
   The steps, in order: remove LaTeX text commands and bold marks; convert full-width characters;
   fold case; replace `&` with `and`; remove thousands separators, the dots in abbreviations
   (`U.S.A.`) and apostrophes; replace other punctuation with spaces; remove a leading article, and
-  every `the` except as the last word.
+  every `the` that is not the last word.
   """
   text = plain(unboxed(text))
 

@@ -1,5 +1,5 @@
-"""Rubrics for judges: weighted criteria, and the value of an answer computed from its scores for
-them.
+"""Rubrics for judges. A rubric is a list of weighted criteria. The value of an answer is computed
+from its scores for the criteria.
 
 Invariant: only numbers from 0 to 1 under the names of the rubric's criteria count. Nothing else in
 a judge's answer can change the value.

@@ -163,8 +163,8 @@ def may_evaluate(name: str, answer: str, reference: str) -> bool:
   return name not in GRAMMARS or (len(answer) <= MAX_LENGTH and GRAMMARS[name](answer, reference))
 
 
-# Warm-up of the process from which sandboxes are forked. Parsing, differentiation and
-# simplification import modules and fill caches, so later calls need not.
+# Warm-up of the process from which sandboxes are forked. Its parsing, differentiation and
+# simplification import modules and fill caches, so the sandboxes need not do so.
 _PRELOAD = """
 import reasoning_gym, sympy
 x = sympy.Symbol('x')

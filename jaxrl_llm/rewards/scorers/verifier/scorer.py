@@ -140,8 +140,8 @@ _NO_NUMBER = re.compile(r'(?<![a-z])(?:nan|inf|infinity)[ij]?(?![a-z])', re.IGNO
 
 
 def is_no_number(answer: str, reference: str) -> bool:
-  """Returns whether an answer contains NaN or infinity although the reference answer contains
-  neither, but contains numbers.
+  """Returns whether an answer contains NaN or infinity, and the reference answer contains digits,
+  but neither NaN nor infinity.
 
   Verifiers that compare distances may accept such an answer: `min(1.0, math.exp(-distance))` is 1
   for NaN.
