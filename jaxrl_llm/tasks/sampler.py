@@ -21,9 +21,12 @@ from jaxrl_llm.tasks.taskset import Taskset
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaterWeights:
+  """Weights of tasksets that replace `SamplerConfig.weights` from a batch on."""
+
   from_batch: int
   """Number, counted from 0, of the stage's first batch for which these weights are used."""
   weights: Mapping[str, float]
+  """Relative share of each taskset in the draws, keyed by the name of the taskset."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
