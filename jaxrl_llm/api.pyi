@@ -111,6 +111,7 @@ from jaxrl_llm.runtime.log.config import LogWriterConfig as LogWriterConfig
 from jaxrl_llm.runtime.log.config import WandbConfig as WandbConfig
 from jaxrl_llm.tasks.examples import ExamplesConfig as ExamplesConfig
 from jaxrl_llm.tasks.preferences import PreferencesConfig as PreferencesConfig
+from jaxrl_llm.tasks.sampler import LaterWeights as LaterWeights
 from jaxrl_llm.tasks.sampler import SamplerConfig as SamplerConfig
 from jaxrl_llm.tasks.taskset import Shot as Shot
 from jaxrl_llm.tasks.taskset import TaskProcessorConfig as TaskProcessorConfig
