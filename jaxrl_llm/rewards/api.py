@@ -24,7 +24,7 @@ from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.types import Json
 
 REWARD_MODEL = 'reward_model'
-"""Name of the built-in scorer that the trainer's reward model computes (`ByTrainer`)."""
+"""Name of the built-in scorer that scores with the trainer's reward model (`ByTrainer`)."""
 ENVIRONMENT = 'environment'
 """Name of the built-in scorer that returns the reward of the episode's environment
 (`Attempt.environment`).

@@ -43,8 +43,8 @@ class RenderingLimits:
   start_s: float = 120.0
   """Wall-clock limit in seconds for the process to start and import its libraries."""
   wall_s: float = 60.0
-  """Maximum wall-clock time in seconds until a reply. The process is then stopped, regardless of
-  its CPU time.
+  """Maximum wall-clock time in seconds until a reply. If there is no reply, the process is stopped,
+  whatever CPU time it has used.
   """
 
 

@@ -72,7 +72,7 @@ _FILES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-  """An existing tokenizer, or one to train on the tasks' text."""
+  """Tokenizer of a run: the directory of an existing tokenizer, or how to build a new one."""
 
   path: str | None = None
   """Directory of an existing tokenizer; the other fields are then ignored. If None, a tokenizer is

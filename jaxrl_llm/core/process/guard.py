@@ -26,8 +26,8 @@ be started, and 1 if a process survives SIGKILL after an order to stop.
 Limits: /dev/shm is scanned ten times a second, or less often if scans would cost more than 1 % of a
 core. A file whose users were all killed before the next scan may therefore stay. If the guard
 itself gets SIGKILL, the kernel kills COMMAND, but COMMAND's descendants and files may stay. The
-guard does not see which files are used by processes that it may not inspect (those of other
-accounts or in other PID namespaces), and may remove such files.
+guard cannot inspect processes of other accounts or in other PID namespaces. It does not see which
+files these processes use, and may remove such files.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class Sample:
   """One token sequence. All per-token arrays have the length of `tokens`."""
 
   uid: str
-  """`<stage>/<task uid>/<visit>/<sample index>`: the same in every attempt of a run. In later steps
-  of a trajectory, the step's index follows.
+  """`<stage>/<task uid>/<visit>/<sample index>`: the same in every attempt of a run. The uid of a
+  later step of a trajectory ends with the step's index.
   """
   task_id: str
   visit: int

@@ -1,6 +1,6 @@
 """Updates the addresses of scorers when their services enter or leave a registry.
 
-New addresses take effect in the same way as those in the file `scorers.json`.
+New addresses take effect in the same way as addresses in the file `scorers.json`.
 
 Invariant: all services that a scorer calls have the same fingerprint (digests of what they serve,
 such as a model, in their registry entries), because scores of two models must not be mixed. A

@@ -54,9 +54,9 @@ class ScorerPool:
       calls that were repeated after a failure. `<scorer>/unscorable` and `<scorer>/zeroed` count
       the attempts that got no value or the value 0 because the scorer failed, and
       `<scorer>/dropped_groups` counts the groups that were dropped for this reason. `unscorable`
-      counts all values of None, and `breaks` counts the restarts of all workers.
+      counts all values of None, and `breaks` counts how often all workers were restarted.
     delayed: scorers whose verdicts arrive later, keyed by name. The pool does not call them.
-    by_trainer: names of the scorers that the trainer computes. The pool does not call them.
+    by_trainer: names of the scorers that run in the trainer. The pool does not call them.
   """
 
   def __init__(
@@ -235,14 +235,14 @@ class ScorerPool:
     return list(scores)
 
   def is_scored_by_trainer(self, task: Task) -> bool:
-    """Returns whether a scorer that the trainer computes applies to the task."""
+    """Returns whether a scorer that runs in the trainer applies to the task."""
     chosen = in_force(self.config.scorers, task.domain, task.taskset)
     return any(config.name in self.by_trainer for config in chosen)
 
   def trainer_scores(self, attempt: Attempt, verdict: Verdict) -> tuple[Score, ...]:
-    """Converts the verdict of the trainer's reward model on an attempt to one Score for each
-    scorer that the trainer computes and that applies to the task. A verdict without a value, or
-    with one that is not finite, counts as a failure of the scorer.
+    """Converts the verdict of the trainer's reward model on an attempt to Scores. Returns one Score
+    for each scorer that runs in the trainer and applies to the task. A verdict without a value, or
+    with a value that is not finite, counts as a failure of the scorer.
     """
     if verdict.value is None:
       outcome = CallOutcome(status=Status.ERROR, evidence=verdict.evidence)

@@ -1,7 +1,7 @@
 """Scorer for school questions of several kinds, such as choice, numeric and text.
 
-The kind of a question decides how its answer is compared with the reference answer. The comparisons
-are those of scorer `answer`.
+The kind of a question decides how its answer is compared with the reference answer. Each kind is a
+comparison mode of scorer `answer`.
 """
 
 from __future__ import annotations

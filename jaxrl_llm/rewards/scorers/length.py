@@ -1,7 +1,7 @@
 """Scorers for the length of responses: DAPO's overlong penalty for single samples, and Kimi's
 length reward, which compares the samples of a group.
 
-The formulas are those of `advantages.shaping`. Algorithms have options that add the same rewards
+The formulas come from `advantages.shaping`. Algorithms have options that add the same rewards
 (`overlong_buffer_len`, `length_reward_weight`), so use either the scorer or the option, but not
 both. Kimi's length reward has a warm-up in steps, which only the option can provide, because a
 scorer does not know the step.

@@ -4,7 +4,7 @@ The penalty is −max · (1 − distinct n-grams / all n-grams), where max is th
 Upper and lower case count as the same. If the completion has fewer than n words, the penalty is 0.
 
 Source: "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373) penalises repeated
-n-grams. The formula for a whole answer is that of Open-R1's `get_repetition_penalty_reward`. The
+n-grams. The formula for a whole answer comes from Open-R1's `get_repetition_penalty_reward`. The
 computation takes linear time.
 """
 

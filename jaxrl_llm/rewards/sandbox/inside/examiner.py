@@ -495,7 +495,7 @@ def _file(number: int) -> str:
 
 
 def _replace(old: Any, new: Any) -> None:
-  """Replaces the content of `old`, an argument that a test passed, by that of `new`.
+  """Replaces the content of `old`, an argument that a test passed, by the content of `new`.
 
   The program has changed its copy of the argument, and `new` is the changed copy.
   """

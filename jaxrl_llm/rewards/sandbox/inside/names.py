@@ -286,7 +286,7 @@ def raises_by_itself(test: str, line: int) -> bool:
   """Returns whether an exception at `line` cannot come from the program.
 
   This is the case for a `raise` statement, and for an expression that contains no names except
-  those of built-ins.
+  names of built-ins.
   """
   statements = [node for node in ast.walk(ast.parse(test)) if isinstance(node, ast.stmt)]
   covering = [

@@ -39,7 +39,7 @@ class Usage:
 
   Args:
     proc: procfs directory.
-    nice: nice value with which processes start. If None, it is that of this process.
+    nice: nice value with which processes start. If None, the nice value of this process.
 
   Attributes:
     used_s: processor time of all processes in seconds.

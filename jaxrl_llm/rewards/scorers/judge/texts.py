@@ -152,7 +152,7 @@ def fill(template: str, mode: str, texts: Mapping[str, str], form: str | None = 
   rules for the judge, and the required form of the answer.
 
   Args:
-    form: description of the form. If None, it is that of the mode.
+    form: description of the answer's form. If None, the mode determines it.
   """
   form = _FORMS[mode] if form is None else form
   seed = json.dumps([template, mode, dict(sorted(texts.items()))])
