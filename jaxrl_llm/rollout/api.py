@@ -57,9 +57,9 @@ class Sampling:
   turns the filter off.
   """
   repetition_detection: RepetitionDetection | None = None
-  """Rule that ends a completion that repeats itself; None for no such rule. If the completion also
-  ends by a stop token or the length limit at the same token, the stop token or the length limit is
-  reported as the reason.
+  """Rule that ends a completion that repeats itself. If None, repetition does not end completions.
+  If the completion also ends by a stop token or the length limit at the same token, the stop token
+  or the length limit is reported as the reason.
   """
   max_response_length: int | None = None
   """Maximum number of tokens of a sample after its prompt, if a stage sets a limit below the run's.

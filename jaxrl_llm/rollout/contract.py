@@ -1,7 +1,7 @@
 """Contract of workflows: the requirements on the trajectories that a workflow yields.
 
-The master checks them for workflows in its own process and for those in explorers. A violation is
-an error of one line that names the sample.
+The master checks these requirements for workflows in its own process and for workflows in
+explorers. A violation is an error of one line that names the sample.
 """
 
 from __future__ import annotations

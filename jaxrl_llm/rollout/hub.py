@@ -2,7 +2,7 @@
 explorer process.
 
 Invariant: a workflow reaches models and scorers only through its hub, so the master process sees
-every such request.
+every request to them.
 """
 
 from __future__ import annotations

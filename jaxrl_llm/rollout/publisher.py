@@ -322,8 +322,8 @@ def _is_stacked(name: str) -> bool:
 
 def _starts(cut: _Cut) -> Iterator[tuple[int, int, int]]:
   """Yields (group, first row within the group, number of rows already in the previous part) for
-  each part. All parts have the same number of rows, so the last part of a group may overlap the one
-  before it.
+  each part. All parts have the same number of rows, so the last part of a group may overlap the
+  previous part.
   """
   for group in range(1 if cut.staged else cut.groups):
     for start in range(0, cut.length, cut.rows):

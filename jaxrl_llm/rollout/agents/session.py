@@ -60,8 +60,8 @@ class SessionOptions:
   parser: Parser | None
   """Parser of tool calls; None if no parser fits the chat template."""
   turn_tokens: int | None = None
-  """Maximum number of tokens of a turn, even if a request permits more; None for no such
-  maximum.
+  """Maximum number of tokens of a turn, which applies even if a request permits more. If None, only
+  the request and the episode's remaining tokens limit a turn.
   """
   filtered: Filtered = 'reject'
   takes_reward: bool = False

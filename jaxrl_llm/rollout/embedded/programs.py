@@ -1,10 +1,10 @@
 """Compiled programs of the embedded engine (prefill, admit, decode) and their state on the device.
 
 Invariant: every shape is fixed when the programs are built. The batch of the decode program has
-`slots` rows, and that of a prefill program has `prefill_rows` rows of a configured length, called a
-bucket. Hence a row's arithmetic does not depend on the other rows. The programs are compiled ahead
-of time and reject other shapes, so nothing is compiled later. The programs are not thread-safe:
-call them from one thread only.
+`slots` rows, and the batch of a prefill program has `prefill_rows` rows of a configured length,
+called a bucket. Hence a row's arithmetic does not depend on the other rows. The programs are
+compiled ahead of time and reject other shapes, so nothing is compiled later. The programs are not
+thread-safe: call them from one thread only.
 """
 
 from __future__ import annotations

@@ -139,9 +139,9 @@ def _first_above(
   """Returns for each row the first index whose cumulative weight exceeds the row's uniform number
   times the total weight.
 
-  There may be no such index, because the product can be rounded up to the total; then the index of
-  the largest weight is returned. Indices of weight 0 are excluded, because a parallel cumulative
-  sum need not be monotone and could otherwise select one of them.
+  If rounding makes the product equal to the total weight, no index qualifies, and the index of the
+  largest weight is returned. Indices of weight 0 are excluded, because a parallel cumulative sum
+  need not be monotone and could otherwise select one of them.
   """
   cumulative = jnp.cumsum(weights, axis=-1)
   above = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (weights > 0)

@@ -102,8 +102,9 @@ def _sandboxes(limits: Limits) -> Sandboxes:
 
 
 def python_tool(limits: Limits | None = None) -> Tool:
-  """Returns a tool that runs a Python program in the sandbox and returns what it prints. All such
-  tools of a process with the same limits share their sandboxes, which end with the process.
+  """Returns a tool that runs a Python program in the sandbox and returns what it prints. In a
+  process, all tools that this function returns for the same limits share sandboxes, which end with
+  the process.
 
   Raises UserError if this machine cannot isolate programs.
   """

@@ -64,8 +64,8 @@ class Episodes(abc.ABC):
       )
 
   async def open(self) -> None:
-    """Prepares what episodes need, such as connections. Called before the episodes of each group,
-    for several groups concurrently.
+    """Opens the resources that episodes need, such as connections. Called before the episodes of
+    each group, for several groups concurrently.
     """
     return  # Most workflows have nothing to prepare.
 

@@ -1,9 +1,9 @@
 """Completions that the engine generated for one lease (the loan of a group to an explorer), and the
 check that a sample consists of them.
 
-Invariant: the sampled tokens of an accepted sample, with their logprobs, temperature and versions,
-are what the engine sent to the lease's holder. An explorer can choose prompts and discard
-completions, but cannot invent tokens.
+Invariant: the engine sent the sampled tokens of an accepted sample to the lease's holder, with the
+same logprobs, temperature and versions. An explorer can choose prompts and discard completions, but
+cannot invent tokens.
 """
 
 from __future__ import annotations

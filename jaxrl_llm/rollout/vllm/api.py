@@ -176,7 +176,9 @@ class ServerProcess(Protocol):
     ...
 
   async def ready(self, *, deadline_s: float) -> None:
-    """Waits until the server answers. Raises RunError with the reason if it does not."""
+    """Waits until the server answers. Raises RunError with the reason if the process ends or does
+    not answer within `deadline_s` seconds.
+    """
     ...
 
   def is_running(self) -> bool: ...

@@ -37,8 +37,8 @@ async def sampling_fault(
   same sequences, as a prompt, are the reference: they are computed without drafts, and the probe
   has compared them with the trainer's. For each rank (most probable token, second, …, all others
   together), a χ² test compares the number of sampled tokens with the sum of their probabilities.
-  The variance of such a count is below that of a multinomial count, so the test rejects a correct
-  server with a probability of at most 0.1 %.
+  The variance of such a count is below the variance of a multinomial count, so the test rejects a
+  correct server with a probability of at most 0.1 %.
 
   Args:
     vocab: size of the vocabulary.

@@ -17,7 +17,7 @@ trainer must make.
 The process exits immediately when stdin closes, because the trainer has then stopped it or died.
 
 Invariant: before any weights are sent or any call is requested for a `send` order, the whole
-publication is read, its digests are verified, and its tensors are compared with those of all
+publication is read, its digests are verified, and its tensors are compared with the tensors of all
 workers. After that, the answer is never `refused`.
 
 Not tested on hardware: the sender was written against the API of vLLM 0.32 and tested with a
@@ -179,8 +179,7 @@ def by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def check_fit(tensors: Mapping[str, torch.Tensor], workers: Sequence[Tensors]) -> None:
-  """Checks that the tensors match those of every worker in name, shape and dtype. Raises ValueError
-  if not.
+  """Raises ValueError unless the tensors match every worker's tensors in name, shape and dtype.
 
   Without this check, vLLM would load the tensors that fit, and serve a mixture of old and new
   weights.

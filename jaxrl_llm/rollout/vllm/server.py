@@ -1,5 +1,5 @@
 """Configuration of vLLM servers, and the command line, start and stop of owned servers. Owned
-servers are those that the run itself starts.
+servers are servers that the run itself starts.
 
 Invariant: an owned server listens on a unix socket in a directory that only its user can enter. The
 server, its child processes and its shared memory do not outlive the process that started the server

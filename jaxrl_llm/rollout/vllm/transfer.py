@@ -219,8 +219,8 @@ class SenderTransfer:
       self._opened.close()
 
   async def _kill(self) -> None:
-    """Closes the transfer after an error. A failure to close is only logged, so that the first
-    error is the one that callers see.
+    """Closes the transfer after an error. A failure to close is only logged, so that callers see
+    the first error.
     """
     try:
       await self.close()
