@@ -7,7 +7,7 @@ Invariants: every row is placed exactly once, and as a whole. The rows of a unit
 optimizer step, rank and micro-batch. Every rank has the same number of chunks in every micro-batch.
 Packing is a pure function, so every process that packs the same lengths gets the same result.
 
-The method is that of DeepSeek-R1 (arXiv:2501.12948v2, B.1). The sequences are sorted by length and
+The method follows DeepSeek-R1 (arXiv:2501.12948v2, B.1). The sequences are sorted by length and
 distributed over the data-parallel ranks. On each rank, a best-fit strategy packs them into chunks
 of fixed length, and all ranks have equally many chunks.
 """

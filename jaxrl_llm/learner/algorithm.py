@@ -1,9 +1,9 @@
 """Interface of learning algorithms.
 
 An algorithm states which inputs it needs, annotates each batch, and defines a loss. `annotate` runs
-on the host and computes whatever depends on the whole batch, such as baselines, whitening and
-scheduled coefficients. These results enter the loss as constants, because the loss is called with
-one micro-batch at a time.
+on the host and computes everything that depends on the whole batch, such as baselines, whitening
+and scheduled coefficients. These results enter the loss as constants, because the loss is called
+with one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Setting:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceRule:
   """Rule by which the reference policy changes. A stage begins with the current policy as
-  reference; unless a field is set, the reference then stays fixed.
+  reference. If neither field is set, this reference stays fixed.
   """
 
   every: int | None = None

@@ -33,7 +33,9 @@ class TrainState(Generic[Leaf]):
   """State of one trained model."""
 
   params: Params
-  """Trainable parameters: those of the whole model, or only the adapters (`models.lora.split`)."""
+  """Trainable parameters: all parameters, or only the adapters and a new head; see
+  `models.lora.split`.
+  """
   opt_state: PyTree
   """State of the `optax` optimizer of `params`."""
   updates: Leaf
@@ -129,7 +131,7 @@ def place_array(array: Shaped[np.ndarray, '...'] | StoredArray, sharding: jax.sh
 def with_output(
   model: Model, mesh: Mesh, body: Params, kernel: Float[Array, 'out embed']
 ) -> Params:
-  """Returns parameters of `model`: `kernel` is the output head, and all other arrays are those of
+  """Returns parameters of `model`: `kernel` is the output head, and all other arrays come from
   `body`, the parameters of another model. These arrays are shared, not copied.
   """
   host, sharding = np.asarray(kernel), param_shardings(model, mesh)['head']['kernel']

@@ -13,8 +13,8 @@ from jaxrl_llm.models.spec import ModelSpec
 
 
 def matmul_params(spec: ModelSpec) -> int:
-  """Returns the number of parameters that each token is multiplied with: those of projections, MLP
-  and head. Lookups, norms and biases do not count.
+  """Returns the number of parameters that each token is multiplied with: the kernels of
+  projections, MLP and head. Lookups, norms and biases do not count.
 
   A tied embedding counts once, because only its use as the head is a matrix product.
   """

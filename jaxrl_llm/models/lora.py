@@ -1,7 +1,7 @@
 """LoRA adapters as data: they can be kept separate from the base parameters, joined with them, or
 merged into them.
 
-Invariant: the parameters of a model with adapters are a nested dict like those of any other model.
+Invariant: the parameters of a model with adapters are a nested dict, as for any other model.
 `split` and `join` only take this dict apart and reassemble it, without copying arrays. The
 trainable parameters are the first result of `split`.
 """

@@ -23,8 +23,8 @@ _MOST = {
   'head_dim': 100_000,
   'max_position_embeddings': 2**31 - 1,
 }
-"""Maximum sizes. They are far above those of any real model, but small enough that the parameters
-can be listed within a second.
+"""Maximum sizes. They are far above the sizes of any real model, but small enough that the
+parameters can be listed within a second.
 """
 PROJECTIONS = ('query', 'key', 'value', 'output', 'gate', 'up', 'down')
 

@@ -154,6 +154,6 @@ SURROGATES: Mapping[str, tuple[type, Surrogate]] = {
 }
 """Options dataclass and function of each surrogate, keyed by name.
 
-If the options class of an algorithm inherits this dataclass, the function receives the algorithm's
-options themselves.
+If an algorithm's options class inherits the surrogate's options dataclass, the function receives
+the algorithm's options themselves.
 """

@@ -154,7 +154,8 @@ def masked(
   window: int | None = None,
   softcap: float | None = None,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Reference implementation, which computes all scores at once and masks those of unseen keys.
+  """Reference implementation, which computes all scores at once and masks the scores of unseen
+  keys.
 
   Keys and values are never copied. The softmax weights are cast to the dtype of the values for the
   product with them. The result is normalised after this product, as in flash attention

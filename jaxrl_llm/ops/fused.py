@@ -36,8 +36,8 @@ def why_not_splash(dtype: Any) -> str | None:
 def why_not_pallas_gpu(
   dtype: Any, *, window: int | None, softcap: float | None, shards: int
 ) -> str | None:
-  """Returns the reason why the GPU kernel does not support such inputs; None if it does. `shards`
-  is the number of shards of the time axis.
+  """Returns the reason why the GPU kernel does not support inputs with these properties; None if it
+  supports them. `shards` is the number of shards of the time axis.
   """
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
     return f'pallas_gpu does not compute in {jnp.dtype(dtype).name}'

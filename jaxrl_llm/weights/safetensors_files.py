@@ -299,8 +299,8 @@ _UNFINISHED = '.unfinished'
 def _tensors(
   params: Params | Iterable[tuple[str, Shaped[np.ndarray, '...']]], spec: ModelSpec
 ) -> Iterator[tuple[TensorEntry, Shaped[np.ndarray, '...']]]:
-  """Returns the tensors of a model's files, including those of `tables.zeros`. A tensor may come in
-  parts.
+  """Returns the tensors of a model's files, including the tensors of `tables.zeros`. A tensor may
+  come in parts.
   """
   if isinstance(params, Mapping):
     by_name = {entry.hf: entry for entry in (*entries(spec), *zeros(spec))}

@@ -30,8 +30,8 @@ _BLOCK = 1 << 20
 in a core's cache.
 """
 _SMALL = 1 << 16
-"""Size in bytes up to which the caller's thread writes a tensor itself, because handing it over
-would take longer.
+"""Size in bytes up to which the caller's thread writes a tensor itself, because passing the tensor
+to another thread would take longer.
 """
 _IN_FLIGHT = 64 << 20
 """Maximum number of bytes that wait for the threads. A single larger array may wait by itself."""

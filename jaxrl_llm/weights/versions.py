@@ -5,8 +5,8 @@ and digests.
 
 Invariants:
 - A directory gets its final name after all of its files are on disk, so it is complete.
-- The newest version is the one with the largest (attempt, step): a run that
-  resumes from a commit exports the commit's version again, under the new attempt.
+- The newest version is the one with the largest (attempt, step): a run that resumes from a
+  commit exports the commit's version again, under the new attempt.
 """
 
 from __future__ import annotations
