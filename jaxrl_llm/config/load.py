@@ -229,8 +229,8 @@ def call_file(
 def override_text(key: str, value: Any) -> str:
   """Returns the text of an override that sets the given value; `apply_overrides` parses this text.
 
-  Text is returned unchanged, and other values become JSON. Raises UserError for values that JSON
-  cannot represent.
+  A string is returned unchanged. Any other value becomes JSON. Raises UserError if JSON cannot
+  represent the value.
   """
   if isinstance(value, str):
     return value

@@ -136,8 +136,8 @@ def _parse_tuple(text: str, kind: Any, where: str) -> Any:
 def _parse_json(text: str, where: str) -> Any:
   """Parses JSON, in which booleans and null may also be written as True, False, None and none.
 
-  Any other text that is not JSON is a string, unless it begins like a JSON object, list or string:
-  then UserError is raised.
+  Text that is not JSON is returned as a string. If it begins like a JSON object, list or string,
+  UserError is raised instead.
   """
   if text in _BOOL_WORDS or text in _NONE_WORDS:
     return _BOOL_WORDS.get(text)

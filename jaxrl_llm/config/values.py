@@ -31,7 +31,8 @@ from jaxrl_llm.config.annotations import (
 from jaxrl_llm.core.errors import UserError
 
 TAG = '@type'
-"""JSON key of the name of a dataclass. It is written if the annotation allows several dataclasses.
+"""JSON key whose value is the name of a dataclass. It is written only where the annotation allows
+several dataclasses.
 """
 
 

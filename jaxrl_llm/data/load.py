@@ -47,7 +47,7 @@ _READS_AHEAD = 32
 _STEPS_AHEAD = 1
 """Number of packed optimizer steps that wait to be computed."""
 _DEADLINE_S = 3600.0
-"""Maximum seconds for one optimizer step's rows to be read."""
+"""Maximum time in seconds to read the rows of one optimizer step."""
 
 
 class PackedStep(NamedTuple):

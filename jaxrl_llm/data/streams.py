@@ -36,7 +36,8 @@ class RowStream:
     get different pair ids.
 
     Args:
-      units: number of units to draw. If None, as many as have the configured number of rows.
+      units: number of units to draw. If None, enough units for the configured number of rows are
+        drawn.
     """
     count = self._units if units is None else units
     drawn = [(i, row) for i in range(count) for row in next(self._iterator)]
@@ -66,8 +67,12 @@ def count_rows(workdir: pathlib.Path, source: str) -> int:
 def sample_lengths(
   workdir: pathlib.Path, source: str, *, unit: int, most: int = 4096
 ) -> tuple[int, ...]:
-  """Returns the lengths of at most `most` rows, spread evenly over an ArrayRecord file of Samples.
-  A unit is a number of consecutive rows that stay together, such as the two rows of a pair.
+  """Returns the lengths in tokens of rows at even spacing in an ArrayRecord file of Samples.
+
+  Args:
+    unit: number of consecutive rows that stay together (2 for pairs, otherwise 1). A unit is
+      measured as a whole.
+    most: maximum number of rows to measure, a multiple of `unit`.
   """
   units = _Units(workdir, source, unit)
   every = -(-len(units) * unit // most)

@@ -48,8 +48,8 @@ been measured and these steps have taken this long in total.
 _PREPARING = (2, 120, 12.0)
 """Budget of a stage that trains on static data and precedes another stage.
 
-It allows more steps than `_MEASURED`. Steps on static data are cheap, and the more the policy has
-learned, the closer are the next stage's samples to those of the real run.
+It allows more steps than `_MEASURED`, because steps on static data are cheap. The more the policy
+has learned, the more the next stage's samples resemble the samples of the real run.
 """
 _TASKS = 128
 """Maximum number of tasks of each suite that are evaluated."""
@@ -151,8 +151,8 @@ class StageTrials:
     complete, self._state = True, state
     for stage, config in zip(self._setup.stages, configs, strict=True):
       if config.waits_for_rows:
-        # The stage's rows come from earlier stages after all of their batches, but the doctor runs
-        # only a few.
+        # The stage's rows exist only after all batches of earlier stages, but the doctor runs only
+        # a few batches of a stage.
         yield ok(f'batches of {stage.name}', 'not tried: its rows come from earlier stages')
         complete = False
         continue

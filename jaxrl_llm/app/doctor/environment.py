@@ -38,7 +38,8 @@ _DESCRIPTORS = 256
 _EACH = 8
 """Number of file descriptors for each scorer worker and each server."""
 _SPARE = 1.1
-"""Multiple of the needed memory or disk space below which the doctor warns about free space."""
+"""The doctor warns if the free memory or disk space is less than this multiple of the needed space.
+"""
 
 
 def accelerators(config: Config, parameters: int) -> Iterator[Finding]:

@@ -151,8 +151,9 @@ async def _of_taskset(name: str, tasks: Sequence[Task], judge: _Judge) -> Findin
 async def _of_demonstrations(
   stage: str, pairs: Sequence[tuple[Task, str]], scored: set[str], judge: _Judge
 ) -> list[Finding]:
-  """Scores demonstrations, which should get full marks. Only those are scored whose text ends with
-  the reference answer of the task.
+  """Scores demonstrations whose text ends with the task's reference answer.
+
+  These demonstrations should get full marks.
 
   Args:
     pairs: tasks and the texts of their demonstrations.

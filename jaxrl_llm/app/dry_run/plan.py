@@ -84,7 +84,7 @@ class RunPlan:
 
   @property
   def parameters(self) -> tuple[int, int]:
-    """Numbers of all parameters of the policy, and of those that are trained."""
+    """Number of the policy's parameters, and number of its trained parameters."""
     shapes = jax.eval_shape(self.model.init, jax.random.key(0))
     trained, _ = lora.split(shapes, self.model.spec, self.model.options)
     return _count(shapes), _count(trained)

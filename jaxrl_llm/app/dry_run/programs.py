@@ -97,8 +97,10 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
 
 
 def publishing_program(config: Config, model: Model, mesh: Mesh) -> Program:
-  """Returns the program that needs the most memory among those that cut, convert and gather parts
-  of the policy's weights for the engine, compiled as in a job of several processes.
+  """Returns the program of a publication that needs the most memory.
+
+  The programs of a publication cut, convert and gather parts of the policy's weights for the
+  engine. The returned program is compiled as in a job of several processes.
   """
   programs = build_gatherer(config, mesh, several=True).programs(abstract_params(model, mesh))
 

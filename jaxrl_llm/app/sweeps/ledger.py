@@ -118,7 +118,7 @@ def locked(sweepdir: pathlib.Path, *, shared: bool) -> Iterator[None]:
 
   Raises:
     UserError: if the sweep directory cannot be written or locked, or if another process holds the
-      lock in a way that excludes this one.
+      lock and either process needs it exclusively.
   """
   try:
     sweepdir.mkdir(parents=True, exist_ok=True)
@@ -242,9 +242,7 @@ class Ledger:
     return {change[0].partition('.')[0] for change in changes}
 
   def add(self, trials: Sequence[Trial]) -> list[LedgerEntry]:
-    """Appends those of `trials` that the ledger lacks. Returns the ledger's entries for all of
-    `trials`.
-    """
+    """Appends the trials that the ledger lacks. Returns the ledger's entries for all `trials`."""
     with self._transaction():
       known = {key for (key,) in self._db.execute('SELECT key FROM trials')}
       (count,) = self._db.execute('SELECT count(*) FROM trials').fetchone()

@@ -103,8 +103,8 @@ class Runner:
     """
     Args:
       train: command that runs `jaxrl train`, without flags.
-      numbers: numbers of the trials in the ledger to run. A 'tpe' search adds the trials that it
-        draws.
+      numbers: ledger numbers of the trials to run. A 'tpe' search adds the numbers of the trials
+        that it draws.
       note: called with one line of text whenever the state of a trial changes.
       show: called a few times a second, to update the display.
     """

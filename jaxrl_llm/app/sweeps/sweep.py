@@ -88,8 +88,8 @@ class SuccessiveHalving:
   """Stops trials at certain steps, the rungs. Only the best 1/factor of the trials continue.
 
   This is asynchronous successive halving (Li et al., arXiv:1810.05934), as computed by Optuna's
-  `SuccessiveHalvingPruner`. A trial that reaches a rung is compared with those that have reached it
-  earlier. Its run simply continues after a rung, so that no step is repeated.
+  `SuccessiveHalvingPruner`. A trial that reaches a rung is compared with the trials that reached
+  this rung earlier. If it is among the best, its run continues, and no step is repeated.
   """
 
   first_step: int

@@ -21,8 +21,8 @@ class Trial:
   """One run of a sweep, without its progress."""
 
   overrides: Mapping[str, Json]
-  """Overrides of this trial, keyed by dotted key. They apply in addition to those that all trials
-  share, and include the seed if the sweep sets seeds.
+  """Overrides of this trial, keyed by dotted key. They apply in addition to `Sweep.overrides`, and
+  include the seed if the sweep sets seeds.
   """
   is_start: bool = False
   """Whether this is the run from whose final weights the trials with its seed start."""
