@@ -102,7 +102,7 @@ class RewardModelConfig:
   """Data type of weights and activations."""
   max_length: int | None = None
   """Maximum number of tokens of prompt and answer, with the reward model's own tokenizer. The
-  scorer fails on longer samples. If None, it is 1.25 times that of the policy's rollouts, plus 8.
+  scorer fails on longer samples. If None, it is 1.25 times `RolloutConfig.max_length`, plus 8.
   """
   sequences_per_pass: int | None = None
   """Maximum number of sequences per forward pass. If None, it is 64 per data-parallel rank."""
@@ -364,8 +364,8 @@ class LearnerConfig:
   chunk_len: int | None = None
   """Length of a packed chunk in tokens. If None, it is the length of the longest possible sequence,
   rounded up to a multiple of 8 and of `mesh.sequence`. If prefixes are shared, chunks are longer,
-  so that a group fits into a chunk, and correspondingly fewer, so that a micro-batch has the same
-  number of tokens.
+  so that a group fits into a chunk. A micro-batch then has fewer chunks, but the same number of
+  tokens.
   """
   chunks_per_rank: int = 8
   """Number of chunks that each data-parallel rank has in a micro-batch."""
@@ -397,8 +397,8 @@ class Config:
   examples: tuple[ExamplesConfig, ...] = ()
   rewards: RewardsConfig = RewardsConfig(scorers=())
   reward_model: RewardModelConfig | None = None
-  """Reward model that the trainer runs, for the scorer `reward_model`. If None, it runs none; a
-  reward model that is served is a scorer of kind `http`.
+  """Reward model that the trainer runs, for the scorer `reward_model`. If None, the trainer runs no
+  reward model. A reward model on a server is configured as a scorer of kind `http` instead.
   """
   rollout: RolloutConfig
   learner: LearnerConfig = LearnerConfig()
@@ -735,8 +735,8 @@ class Config:
       raise UserError(f'rollout.partial: cannot be combined with {reason}')
 
   def sequences(self, stage: StageConfig) -> tuple[int, int]:
-    """Returns two maximum numbers of sequences in a batch of a stage: rollouts (with all steps of
-    their trajectories) or static rows, and the expert rows that join rollouts.
+    """Returns (maximum number of rollouts or static rows, maximum number of expert rows) in a batch
+    of a stage. Every step of a trajectory counts as a rollout.
     """
     source = stage.source
     experts = source.expert_rows if isinstance(source, Rollouts) else 0
@@ -744,7 +744,7 @@ class Config:
     return (source.sequences - experts) * steps, experts
 
   def check_sampling(self) -> None:
-    """Raises UserError if a stage or evaluation uses sampling parameters that its engine does not
+    """Raises UserError if a stage or evaluation uses sampling parameters that the engine does not
     support.
     """
     asked = [

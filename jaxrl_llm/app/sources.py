@@ -62,7 +62,7 @@ class PastConfig:
 
   groups: int
   """Maximum number of replayed groups per batch, in addition to the `groups_per_batch` new ones.
-  The first batches contain fewer, because there are few earlier groups.
+  The first batches contain fewer replayed groups, because few groups exist.
   """
   max_uses: int
   """Maximum number of batches that train on the same group, including the first one."""
@@ -83,7 +83,7 @@ class FollowConfig:
   """Directory of the other run, which is only read. It need not exist yet."""
   batches_per_version: int | None = None
   """Maximum number of batches that are explored with one version of the weights. The run then
-  waits for the next version. If None, it never waits for one after the first.
+  waits for the next version. If None, the run waits only for the first version.
   """
   deadline_s: float = 3600.0
   """Maximum time in seconds to wait for a version."""
@@ -113,9 +113,9 @@ class Rollouts:
   """
   response_lengths: tuple[tuple[int, int], ...] = ()
   """Limits of the response length, as pairs (step of the stage, tokens), such as `((0, 8192), (500,
-  16384))`: from each step on, groups begin with this limit until the next one applies. The first
-  step is 0. Each limit is at most `rollout.max_response_length`, which applies if the tuple is
-  empty. Evaluations always use the latter.
+  16384))`. A pair applies to the groups that begin at its step or later, until the next pair
+  applies. The first step is 0. No limit may exceed `rollout.max_response_length`, which limits
+  evaluations, and also groups if the tuple is empty.
   """
   rewards: Mapping[str, float] | None = None
   """Weights of the scorers that judge the stage's rollouts, keyed by scorer name. Other scorers do
@@ -134,8 +134,8 @@ class Rollouts:
   selection: SelectionConfig = SelectionConfig()
   """Rule that selects the samples of a finished group to train on."""
   experts: ExpertsConfig | None = None
-  """Expert demonstrations that join the rollouts of each batch. Only for the algorithm `mix`. If
-  None, there are none.
+  """Expert rows that join the rollouts of each batch. Only for the algorithm `mix`. If None, no
+  expert rows join.
   """
   past: PastConfig | None = None
   """Replay of groups from earlier batches. If None, batches consist of new groups only."""
@@ -146,13 +146,15 @@ class Rollouts:
   batch_policy: BatchPolicyName = 'in_order'
   """Rule that decides which groups form a batch.
 
-  'in_order': those that started first; the batch waits for them, so long answers are not at a
-  disadvantage. 'complete_first': those that have finished, in the order in which they started;
-  unfinished groups are passed over and join a later batch. Groups are then started for fewer
-  batches ahead, half of `bound` (rounded up), so that no group becomes older than `bound` permits.
-  Early batches contain more short answers, and long answers are older when they are trained on.
-  Timing decides which groups form a batch, so 'complete_first' is refused if `bound` is 0. With
-  bound 1 no group could be passed over, so it needs at least 2.
+  'in_order': the groups that started first. The batch waits for them, so long answers are not at a
+  disadvantage.
+
+  'complete_first': the groups that have finished, in the order in which they started. Unfinished
+  groups are passed over and join a later batch. Groups are started for fewer batches ahead, half of
+  `bound` (rounded up), so that no group becomes older than `bound` permits. Early batches contain
+  more short answers, and long answers are older when they are trained on. `bound` must be at least
+  2. With `bound` 0, training is on-policy, and timing may not decide which groups form a batch.
+  With `bound` 1, no group could be passed over.
   """
   publish_every: int = 1
   """Number of updates between two publications of the weights to the engine."""
@@ -398,7 +400,7 @@ class Stored:
   the rollouts are this run's own, and are selected when the stage begins.
   """
   stages: tuple[str, ...]
-  """Names of the stages whose rollouts are used: earlier ones of this run, or those of `run`."""
+  """Names of the stages whose rollouts are used: earlier stages of this run, or stages of `run`."""
   tasksets: tuple[str, ...]
   """Names of configured tasksets; rollouts of other tasks are skipped."""
   selection: SelectionConfig = SelectionConfig(kind='above')

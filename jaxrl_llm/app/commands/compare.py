@@ -1,8 +1,8 @@
 """Writes a page that compares runs: curves, configuration differences, evaluations, and answers to
 the same tasks side by side.
 
-jaxrl compare --workdirs=runs/a,runs/b [--objective=val-core/eval/acc/greedy] [--target=FILE] jaxrl
-compare --sweepdir=runs/sweeps/quickstart_lr [--target=FILE]
+jaxrl compare --workdirs=runs/a,runs/b [--objective=val-core/eval/acc/greedy] [--target=FILE]
+jaxrl compare --sweepdir=runs/sweeps/quickstart_lr [--target=FILE]
 
 Runs whose configurations are equal up to the seed form a group with a mean and a standard error.
 """
