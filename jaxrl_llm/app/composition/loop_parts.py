@@ -123,7 +123,7 @@ def build_phases(setup: Setup, engine: Engine | None) -> Phases:
 def build_exchange(
   setup: Setup, start: Start, resources: Resources | None, prepared: Prepared | None
 ) -> VersionExchange | None:
-  """Builds the exchange of weights with another run; None if no stage has such a run."""
+  """Builds the exchange of weights with another run; None if no stage exchanges weights."""
   if not any(stage.follows or stage.export_every is not None for stage in setup.stages):
     return None
   run = resources.logs.store.name if resources else None

@@ -116,7 +116,7 @@ def prepare(
 
 
 def _spec(config: Config, tokenizer: Tokenizer) -> ModelSpec:
-  """Returns the spec of the policy: that of the checkpoint, or of a new model with random weights.
+  """Returns the policy's spec: the checkpoint's, or one for a new model with random weights.
 
   Raises UserError if the tokenizer has more tokens than the model.
   """
@@ -173,7 +173,7 @@ def _fitting(
 def _fitting_suites(
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]], tasksets: Mapping[str, Taskset], limit: int
 ) -> list[tuple[SuiteConfig, Sequence[Task]]]:
-  """Returns the suites with those of their tasks that are still in the tasksets.
+  """Returns the suites without the tasks that are no longer in the tasksets.
 
   Raises UserError if a suite has no task left. `limit` is the maximum prompt length in tokens.
   """
@@ -262,8 +262,8 @@ def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
 def _processed(
   config: Config, tasksets: Mapping[str, Taskset], length_of: Callable[[Task], int]
 ) -> dict[str, Taskset]:
-  """Runs the processors of each taskset. The order is that of `in_order`: tasksets for evaluation
-  come first.
+  """Runs the processors of each taskset. The function `in_order` determines the order of the
+  tasksets: tasksets for evaluation come first.
   """
   configured = {taskset.name: taskset.processors for taskset in config.tasksets}
   processed, kept = {}, []
@@ -360,8 +360,8 @@ def _tokenizer(
 
 
 _OF_TASKS = ('name', 'source', 'size', 'chosen', 'wrong')
-"""Fields of `PreferenceSource` that may be set if the preferences are made from a taskset. All
-other settings are those of the taskset.
+"""Fields of `PreferenceSource` that may be set if the preferences are made from a taskset. The
+taskset determines everything else.
 """
 
 

@@ -107,7 +107,10 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
 
 
 def _open_shared(setup: Setup, prepared: Prepared, store: ReplayStore, step: int) -> None:
-  """Tells the run that follows this one's batches, if any, from which step this start continues."""
+  """Writes, for the run that trains on this run's rollouts, the step at which this start continues.
+
+  Does nothing if no stage generates rollouts for another run.
+  """
   for stage in setup.stages:
     if stage.follows:
       opening = Opening(

@@ -1,4 +1,4 @@
-"""Loads reward models: the one of the trainer (`reward_model`), and those that are served."""
+"""Loads reward models: the trainer's (`reward_model`), and those of `jaxrl serve --role=reward`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _END_BYTES = 1 << 20
 _FINGERPRINTED = ('config.json', 'tokenizer*', 'chat_template*', '*.safetensors')
 """Patterns of the files that the fingerprint covers."""
 _SEQUENCES_PER_RANK = 64
-"""Number of sequences per data-parallel rank in a forward pass, if it is not configured."""
+"""Number of sequences per data-parallel rank in a forward pass, unless `sequences_per_pass` is
+set.
+"""
 
 
 class RewardModelFiles(NamedTuple):

@@ -86,7 +86,7 @@ def build_scorer(
 
 
 def build_scorers(config: RewardsConfig, registry: Registry | None = None) -> dict[str, AnyScorer]:
-  """Builds all configured scorers, keyed by name. `registry` is that of `build_scorer`."""
+  """Builds all configured scorers, keyed by name. For `registry`, see `build_scorer`."""
   return {scorer.name: build_scorer(scorer, registry=registry) for scorer in config.scorers}
 
 

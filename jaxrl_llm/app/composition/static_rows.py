@@ -128,7 +128,7 @@ def write_examples(
   examples: ExampleSet, tokenizer: Tokenizer, spec: ModelSpec, workdir: pathlib.Path, longest: int
 ) -> None:
   """Writes the examples as samples of at most `longest` tokens. The setting
-  `examples.config.too_long` determines the treatment of longer ones.
+  `examples.config.too_long` determines what happens to longer examples.
   """
   path = workdir / examples_file(examples.config.name)
   if path.exists():

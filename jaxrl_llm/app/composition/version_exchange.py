@@ -37,7 +37,7 @@ from jaxrl_llm.weights import versions
 from jaxrl_llm.weights.hf import export, read_spec
 
 POLL_S = 0.5
-"""Seconds between two looks for a new version."""
+"""Seconds between two checks for a new version."""
 _MAX_BYTES = 1 << 16
 
 
@@ -97,13 +97,13 @@ class VersionExchange:
       prepared: prepared data in process 0; None in the other processes.
       run: name of this run's store in process 0; None in the other processes.
       stop: future that resolves to the number of the signal that stops the run.
-      sleep: waits between two looks for a new version.
+      sleep: waits, given seconds, between two checks for a new version.
     """
     self._setup, self._prepared, self._run, self._stop = setup, prepared, run, stop
     self._sleep = sleep
     self._exported = False
     self._taken: tuple[Version, int] | None = None
-    """Newest version that was taken, and the step at which it was."""
+    """Newest version that this run has taken, and the step at which it was taken."""
     self._refused = ''
 
   async def export(self, stage: Stage, state: LoopState) -> None:
