@@ -150,7 +150,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertSource:
-  """A row as a file has it: messages and an answer, or tokens."""
+  """A row before it is rendered. It consists of messages and an answer, or of tokens."""
 
   messages: tuple[Json, ...] = ()
   answer: str = ''
@@ -268,7 +268,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _is_text(text: str) -> bool:
-  """Returns whether a text can be written as UTF-8, so that it has no lone surrogate."""
+  """Returns whether a text can be written as UTF-8, which a lone surrogate prevents."""
   try:
     text.encode()
   except UnicodeEncodeError:
@@ -371,7 +371,7 @@ def add_corrections(run: Run, corrections: Iterable[tuple[str, Correction]]) -> 
   """Adds corrected answers to samples of this run.
 
   Args:
-    corrections: (place, such as file and line, for messages; correction) of each.
+    corrections: pairs (place for messages, such as file and line; correction).
 
   Raises:
     UserError: no stage of the run takes expert rows, or its store cannot be read.
@@ -433,7 +433,7 @@ def _add(run: Run, rows: Iterable[tuple[str, ExpertRow | str]]) -> Report:
   """Adds rows, a few hundred at a time.
 
   Args:
-    rows: (place, for messages; row, or the reason for which it is refused) of each.
+    rows: pairs (place for messages; row, or the reason why the row is refused).
   """
   added, known, refused = 0, [], []
   batch: list[tuple[str, ExpertRow]] = []

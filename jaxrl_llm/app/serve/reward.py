@@ -242,7 +242,8 @@ async def serve(
 
   Args:
     step_separator: text that ends a step of a completion. If None, responses have no step values.
-    ready: returns a context manager for the address, which is entered while the service runs.
+    ready: called with the service's address. Returns a context manager that is held open while the
+      service runs.
   """
   stop, device = asyncio.Event(), DeviceThread()
   for number in (signal.SIGINT, signal.SIGTERM):
