@@ -67,10 +67,8 @@ def copy_recorded(
       f'stages.{stage.name}.source.group_size: {source.group_size}, and {source.run} stored groups '
       f'of {largest}; raise it'
     )
-  left_out = dict(stored.left_out)
-  logging.info(
-    '%s: %d groups of %s; left out: %s', file, len(groups), source.run, left_out or 'none'
-  )
+  left_out = dict(stored.left_out) or 'none'
+  logging.info('%s: %d groups of %s; left out: %s', file, len(groups), source.run, left_out)
   _check_fills(stage, groups, left_out)
   write_recorded(workdir, file, groups)
 

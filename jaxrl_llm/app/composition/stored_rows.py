@@ -95,14 +95,12 @@ def _write(stage: StageConfig, groups: StoredGroups, workdir: pathlib.Path) -> N
   for group in groups.read(source.stages):
     count += 1
     rows += [encode(sample) for sample in selected_rows(source.selection, group)]
-  logging.info(
-    '%s: %d sequences of %d groups; left out: %s',
-    *(file, len(rows), count, dict(groups.left_out) or 'none'),
-  )
+  left_out = dict(groups.left_out) or 'none'
+  logging.info('%s: %d sequences of %d groups; left out: %s', *(file, len(rows), count, left_out))
   if not rows:
     raise UserError(
       f'{groups.where}: selection {source.selection.kind!r} accepts no sample of the {count} '
-      f'groups of {", ".join(source.stages)} (left out: {dict(groups.left_out)}); select otherwise '
+      f'groups of {", ".join(source.stages)} (left out: {left_out}); select otherwise '
       '(with --branch_from), or let those stages explore longer'
     )
   if len(rows) < source.sequences:
