@@ -74,7 +74,7 @@ def copy_recorded(
 
 
 def _check_fills(
-  stage: StageConfig, groups: Sequence[Sequence[Experience]], left_out: Mapping[str, int]
+  stage: StageConfig, groups: Sequence[Sequence[Experience]], left_out: Mapping[str, int] | str
 ) -> None:
   """Raises UserError if there are fewer groups than a batch needs, or if a batch may have fewer
   sequences than minibatches.
