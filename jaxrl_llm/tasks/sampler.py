@@ -147,8 +147,8 @@ class TaskSampler:
     """Returns the next task and its visit number.
 
     Two tasks with the same prompt and the same visit number would get the same random numbers.
-    Hence, if n tasksets have a prompt in common, the visits of its first task are numbered 0, n,
-    2n, …, those of its second task 1, n + 1, …, and so on.
+    Hence, if n tasks of different tasksets have the same prompt, the visits of the first of these
+    tasks are numbered 0, n, 2n, …, those of the second 1, n + 1, …, and so on.
     """
     pool = self._pool()
     drawn, visit = self._pools[pool].next()

@@ -264,10 +264,10 @@ class Registry:
       os.unlink(lease.file, dir_fd=folder)
 
   def remove_dead(self, lease: Lease) -> None:
-    """Removes leases of this service that were left by killed processes.
+    """Removes leases that killed processes of the service of `lease` have left. These have the same
+    kind, name and host as `lease`. Leases that cannot be read or removed stay.
 
-    Leases belong to the same service if their name and host are equal. Raises the same errors as
-    `put`.
+    Raises the same errors as `put` if the registry's directory cannot be opened.
     """
     with _opened(self.directory, self._where) as folder:
       for file in _files(folder, lease.kind):

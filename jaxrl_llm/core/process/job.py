@@ -2,8 +2,8 @@
 
 Three facts describe the place: the address of process 0, the number of processes, and the number of
 this process. Each comes from a flag, else from JAX's variables, else from the system that started
-the process: Slurm's `srun`, MPI, Kubernetes or Cloud TPU. If `jax.distributed.initialize` can find
-the address itself, the description gives JAX's method instead of the address.
+the process: Slurm's `srun`, MPI, Kubernetes or Cloud TPU. `JobDescription` leaves out the facts
+that `jax.distributed.initialize` can find itself, and has the name of JAX's method to find them.
 """
 
 from __future__ import annotations

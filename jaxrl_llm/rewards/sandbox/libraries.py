@@ -33,8 +33,8 @@ x = sympy.Symbol('x')
 sympy.solve(sympy.simplify(sympy.diff(x**2 / 2 + sympy.sin(x), x) - sympy.cos(x) - 1), x)
 """,
 }
-"""Statements that import a library, and the modules that its first calls would import. Keyed by
-library.
+"""Source text for each library, keyed by name. It imports the library and makes a few calls, so
+that modules that the library imports only at its first calls are loaded, too.
 """
 _REQUIREMENT = re.compile(r'[A-Za-z0-9._-]+')
 

@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
           file.write(json.dumps(row) + '\n')
     else:
       _post(_reward(asyncio.run(_played(environment, _index())), options.seat))
-  except (Exception, SystemExit) as error:  # verifiers calls sys.exit if it lacks an account.
+  except (Exception, SystemExit) as error:  # verifiers calls sys.exit if nobody is logged in.
     version = importlib.metadata.version('verifiers')
     line = ' '.join(f'{type(error).__name__}: {error}'.split())
     print(f'verifiers {version}: {line[:2000]}', file=sys.stderr, flush=True)

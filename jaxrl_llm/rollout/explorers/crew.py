@@ -79,7 +79,7 @@ the block of the returned context manager.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplorersConfig:
-  """Settings of explorer processes, which run the workflow instead of the master process."""
+  """Settings of explorer processes, which run the workflow in place of the master process."""
 
   processes: int = 1
   """Number of explorers that the run starts on its own machine. If 0, all explorers must connect

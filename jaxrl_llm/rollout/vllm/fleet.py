@@ -435,7 +435,8 @@ class Fleet:
 
   def _measure_publication(self, publication: Publication) -> None:
     nbytes = publication.sent_bytes
-    if publication.deltas and not self._current.publication.deltas:  # It was published again.
+    if publication.deltas and not self._current.publication.deltas:
+      # After the deltas, whole weights were published, too (`_in_full`).
       nbytes += publication.nbytes
     self._seconds['perf/publish_bytes'] = float(nbytes)
     if publication.changed_fraction is not None:

@@ -587,8 +587,8 @@ class OwnedServer:
     """Starts the process without waiting for it. `ready` waits until the server answers.
 
     Raises:
-      RunError: a file that the server needs cannot be written, or its folder is not private to this
-        user.
+      OSError: a file that the server needs cannot be written.
+      RunError: the server's folder is not private to this user.
     """
     self._check_folder()
     self._modules.mkdir(exist_ok=True)
