@@ -46,7 +46,7 @@ _DEADLINE_S = 1200
 """Maximum time in seconds to wait until all processes have written their arrays."""
 _LOOK_S = 0.02
 """Seconds between checks for the digests of the other processes."""
-_QUIET_S = 0.5
+_QUIET_S = 1.0
 """Seconds without new files after which a failed save is assumed to have stopped writing."""
 
 
@@ -105,6 +105,8 @@ class Checkpoints:
         removed only by process 0.
     """
     self._directory, self._config, self._leads = directory.absolute(), config, leads
+    self._failed: list[pathlib.Path] = []
+    """Directories of failed saves, in which a slow write may still create files."""
 
   def clean(self) -> None:
     """Removes directories without COMMIT, which killed processes have left.
@@ -146,6 +148,8 @@ class Checkpoints:
     if self._leads and step in self.steps():
       raise RuntimeError(f'checkpoint {target}: committed already')
     encoded = json.dumps(host).encode()
+    while self._failed:
+      shutil.rmtree(self._failed.pop(), ignore_errors=True)
     with contextlib.ExitStack() as stack:
       stack.enter_context(_quiet_orbax())
       with self._explained(target):
@@ -174,6 +178,7 @@ class Checkpoints:
         raise
       if self._leads:
         _remove_failed(target, error)
+        self._failed.append(target)
       kept = self.steps()
       raise CheckpointFailed(
         f'checkpoint {target}: could not be written ({_reason(error)}); '

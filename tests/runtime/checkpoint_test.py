@@ -322,6 +322,10 @@ def test_a_file_that_may_not_grow_is_one_line_and_loses_nothing(tmp_path, mesh, 
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
   assert_nothing_lost(saved, tmp_path, one, before, caught, 'File too large')
+  failed = tmp_path / 'checkpoints' / '2'
+  (failed / 'late').mkdir(parents=True)  # As a write that ends much later does.
+  saved.save(3, one, HOST)
+  assert not failed.exists() and saved.steps() == [1, 3]
 
 
 FAILER = """

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import time
 
 from jaxrl_llm.core.process import child
 
@@ -23,6 +24,10 @@ def test_of_a_log_above_its_maximum_the_end_is_kept(tmp_path):
 def test_every_child_has_a_maximum(tmp_path):
   started = child.Child('child', log=tmp_path / 'child.log')
   started.start([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ)
-  command = open(f'/proc/{started.pid}/cmdline').read().split('\0')
+  deadline = time.monotonic() + 60
+  # Until the guard's own program has started, the command line is empty or another one.
+  while child.GUARD.name not in (command := open(f'/proc/{started.pid}/cmdline').read()):
+    assert time.monotonic() < deadline, command
+    time.sleep(0.01)
   asyncio.run(started.stop(owner='the test'))
-  assert f'--log_bytes={child.LOG_BYTES}' in command
+  assert f'--log_bytes={child.LOG_BYTES}' in command.split('\0')
