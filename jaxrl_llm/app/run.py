@@ -28,7 +28,12 @@ from jaxrl_llm.app.composition.resources import Resources, open_resources
 from jaxrl_llm.app.composition.reward_role import build_reward_model
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
-from jaxrl_llm.app.composition.state import committed_state, critic_model
+from jaxrl_llm.app.composition.state import (
+  committed_bests,
+  committed_state,
+  critic_model,
+  first_suite,
+)
 from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.dry_run.compiled import held_table
 from jaxrl_llm.app.dry_run.programs import held
@@ -36,7 +41,6 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.app.stopping import Stopping
 from jaxrl_llm.app.summary import print_summary
-from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import first_cause
 from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.core.types import Json
@@ -237,9 +241,10 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     reward_model.check(committed or {})
     scorer = await device.run(reward_model.read, mesh)
     state = dataclasses.replace(state, learned=state.learned._replace(reward_model=scorer))
-  state = dataclasses.replace(state, attempt=facts.attempt)
+  bests = committed_bests(committed, config, stages) if committed else {}
+  state = dataclasses.replace(state, attempt=facts.attempt, bests=bests)
   resources = open_resources(setup, ready.prepared, committed) if ready else None
-  best, best_of = None, _first_suite(config)
+  best, best_of = None, first_suite(config)
   if committed and committed['best'] and committed.get('best_of', best_of) == best_of:
     best = tuple(committed['best'])
   start = Start(
@@ -334,17 +339,6 @@ def _export(
       written['adapter'] = path / 'adapter'
       export_adapter(path / 'adapter', adapter, spec, config.policy.lora, base=base_of(config))
   return written
-
-
-def _first_suite(config: Config) -> Json:
-  """Returns the first suite with its taskset, as JSON; None if there is none. The accuracy on this
-  suite decides which commit is the best.
-  """
-  if not config.evaluation:
-    return None
-  suite = config.evaluation[0]
-  taskset = next(taskset for taskset in config.tasksets if taskset.name == suite.taskset)
-  return {'suite': to_json(suite), 'taskset': to_json(taskset)}
 
 
 def _announce(entry: history.Entry, step: int, events: Events) -> None:

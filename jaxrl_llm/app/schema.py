@@ -159,6 +159,7 @@ BASE = 'base'
 """Value of `StageConfig.init_from` for the weights at the beginning of the run. No stage may have
 this name.
 """
+_BEST = 'best:'
 _OF_ROLLOUTS = (
   *(
     'experts',
@@ -173,6 +174,13 @@ _OF_ROLLOUTS = (
   ),
   *('max_dropped_groups', 'limits'),
 )
+
+
+def stage_of_best(name: str) -> str | None:
+  """Returns the stage to whose best evaluation a value of `StageConfig.init_from` refers; None if
+  the value is not 'best:STAGE'.
+  """
+  return name.removeprefix(_BEST) if name.startswith(_BEST) else None
 
 
 @moved(
@@ -206,9 +214,11 @@ class StageConfig:
   optimizer: OptimizerConfig | None = None
   """Optimizer of the policy. If None, `learner.optimizer` is used."""
   init_from: tuple[str, ...] = ()
-  """Initial weights of the stage: the name of an earlier stage, for the weights at its end, or
-  'base', for the weights with which the run began. If there are several names, the mean of these
-  weights is used. If empty, the stage continues with the weights of the previous stage.
+  """Initial weights of the stage: the name of an earlier stage, for the weights at its end;
+  'best:STAGE', for those with which an evaluation of that stage measured the highest greedy
+  accuracy on the first suite (the earliest of several); or 'base', for the weights with which the
+  run began. If there are several names, the mean of these weights is used. If empty, the stage
+  continues with the weights of the previous stage.
   """
   keep_optimizer: bool = False
   """Whether the stage continues with the previous stage's optimizer state instead of a new one."""
@@ -561,10 +571,15 @@ class Config:
     for i, stage in enumerate(self.stages):
       earlier, where = [before.name for before in self.stages[:i]], f'stages.{stage.name}.init_from'
       for name in stage.init_from:
-        if name not in (*earlier, BASE):
-          raise UserError(f'{where}: {name!r}, wanted one of {[*earlier, BASE]}')
-        if name in earlier and name == BASE:
+        of_best = stage_of_best(name)
+        if name in earlier and (name == BASE or of_best is not None):
           raise UserError(f'{where}: {name!r} is the name of a stage, too; rename the stage')
+        if of_best is not None:
+          self._check_best(name, self.stages[:i], where)
+        elif name not in (*earlier, BASE):
+          raise UserError(
+            f"{where}: {name!r}, wanted one of {[*earlier, BASE]}, or 'best:' before a stage's name"
+          )
       if stage.waits_for_rows:
         self._check_own_rollouts(stage, self.stages[:i])
       if len(stage.init_from) > 1 and self.policy.lora is not None:
@@ -572,6 +587,24 @@ class Config:
           f'{where}: {list(stage.init_from)}, and adapters have no mean that is an adapter, too; '
           'name one, or remove policy.lora'
         )
+
+  def _check_best(self, name: str, earlier: Sequence[StageConfig], where: str) -> None:
+    """Raises UserError if the earlier stages have no evaluations among which the value `name` of
+    `init_from` could choose.
+    """
+    stages = {stage.name: stage for stage in earlier}
+    if (stage := stages.get(stage_of_best(name))) is None:
+      raise UserError(f"{where}: {name!r}, wanted 'best:' before one of {[*stages]}")
+    if not self.evaluation:
+      raise UserError(
+        f'{where}: {name!r}, and the run evaluates nothing; add a suite to evaluation, or name '
+        f'{stage.name!r} for its end'
+      )
+    if stage.evaluate_every is None:
+      raise UserError(
+        f'{where}: {name!r}, and {stage.name} is evaluated only at its end; set '
+        f'stages.{stage.name}.evaluate_every, or name {stage.name!r}'
+      )
 
   def _check_other_runs(self) -> None:
     """Raises UserError if this run cannot follow another run, or be followed, as configured."""

@@ -179,6 +179,14 @@ def _transcribe(
   logs.rollouts.write(stage, step, rows)
 
 
+def _ranked(state: LoopState, stage: Stage, accuracy: float | None) -> LoopState:
+  """Returns the state after an evaluation with this accuracy (None without a result)."""
+  best = state.bests.get(stage.name)
+  if accuracy is None or state.step == stage.start or (best is not None and accuracy <= best[0]):
+    return state
+  return dataclasses.replace(state, bests={**state.bests, stage.name: (accuracy, state.step)})
+
+
 class RunKeeper:
   """Implements `Keeper` for a run."""
 
@@ -192,7 +200,7 @@ class RunKeeper:
     logs: Logs | None,
     generates: bool,
     phases: Phases = RESIDENT,
-    needed: Callable[[int], Collection[int]] = lambda step: (),
+    needed: Callable[[LoopState], Collection[int]] = lambda state: (),
     goodput_file: pathlib.Path | None = None,
   ):
     """
@@ -200,8 +208,8 @@ class RunKeeper:
       goodput_file: file for the seconds of this process; None in process 0, whose seconds are in
         the metrics.
       logs: outputs of process 0; None in the other processes.
-      needed: takes a step of the run, and returns the steps of the commits that later stages start
-        from.
+      needed: takes the state of the run, and returns the steps of the commits that later stages
+        may start from.
       generates: whether the run has evaluation suites. If so, the policy is published to the engine
         before each evaluation.
     """
@@ -332,9 +340,10 @@ class RunKeeper:
       if stop := await coordinator.broadcast(self._stop_signal() if logs is not None else None):
         return dataclasses.replace(state, stop=stop)
       state = await serve(self._publisher, self._phases, state)
-      stop = await coordinator.broadcast(
+      stop, accuracy = await coordinator.broadcast(
         self._run_suites(logs, state, stage) if logs is not None else None
       )
+    state = _ranked(state, stage, accuracy)
     return dataclasses.replace(state, evaluated=not stop, stop=stop)
 
   async def _last_undone(self, logs: Logs) -> int:
@@ -345,11 +354,14 @@ class RunKeeper:
     stop = self._start.stop
     return stop.result() if stop.done() else 0
 
-  async def _run_suites(self, logs: Logs, state: LoopState, stage: Stage) -> int:
-    """Runs all suites, writes their results and returns 0.
+  async def _run_suites(
+    self, logs: Logs, state: LoopState, stage: Stage
+  ) -> tuple[int, float | None]:
+    """Runs all suites and writes their results. Returns 0 and the greedy accuracy on the first
+    suite, which is None if no completion is scorable.
 
-    If a signal interrupts a suite, returns the signal's number and writes nothing. The next start
-    of the run then repeats all suites.
+    If a signal interrupts a suite, returns the signal's number and None, and writes nothing. The
+    next start of the run then repeats all suites.
     """
 
     async def measure():
@@ -357,7 +369,8 @@ class RunKeeper:
 
     measured = await unless(self._start.stop, measure())
     if measured is None:
-      return self._start.stop.result()
+      return self._start.stop.result(), None
+    first = None
     for suite, metrics, rows in measured:
       logs.write(stage.name, state.step, metrics)
       logs.evals.write(stage.name, state.step, suite.name, rows)
@@ -366,10 +379,11 @@ class RunKeeper:
         f'evaluation {suite.name} at step {state.step} ({stage.name}): greedy accuracy '
         f'{accuracy:.3f}'
       )
-      # The comparison is False if no completion is scorable, since the accuracy is then NaN.
-      if suite is logs.suites[0][0] and accuracy > (self._best[0] if self._best else -math.inf):
-        self._best = (accuracy, state.step)
-    return 0
+      if suite is logs.suites[0][0] and not math.isnan(accuracy):
+        first = accuracy
+        if self._best is None or accuracy > self._best[0]:
+          self._best = (accuracy, state.step)
+    return 0, first
 
   async def _commit(self, state: LoopState, stage: Stage) -> LoopState:
     with self._stopwatch.timed('save_checkpoint'):
@@ -413,6 +427,7 @@ class RunKeeper:
         'metrics_offset': self._logs.metrics.sync(),
         'best': self._best,
         'best_of': self._start.best_of,
+        'bests': dict(state.bests),
         'machine': fingerprint(),
         'batches': self._logs.batches[stage.name].state(),
         'reference_step': state.learned.reference_step,
@@ -423,7 +438,7 @@ class RunKeeper:
         'store': self._logs.store.name,
         'files': dict(self._logs.files()),
       }
-    keep = {*self._needed(state.step), *([self._best[1]] if self._best else [])}
+    keep = {*self._needed(state), *([self._best[1]] if self._best else [])}
     return await self._process.device.run(
       self._checkpoints.begin, state.step, state.learned.committed(), host, keep=keep
     )

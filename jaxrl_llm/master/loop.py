@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -49,6 +49,10 @@ class LoopState:
   """
   stop: int = 0
   """Number of the signal that ends the run; 0 if there was none."""
+  bests: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
+  """(accuracy, step) of the best evaluation after at least one step of each stage so far, keyed by
+  stage. The earliest of equal ones counts.
+  """
 
 
 @runtime_checkable

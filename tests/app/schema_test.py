@@ -341,6 +341,22 @@ def pipeline(config, last, *, max_steps=1, **fields):
     ({'init_from': ('later',)}, {}, "stages.last.init_from: 'later', wanted one of ['sft', 'grpo'"),
     ({'init_from': ('sft', 'last')}, {}, "stages.last.init_from: 'last', wanted one of"),
     (
+      {'init_from': ('grpo', 'best:last')},
+      {},
+      "stages.last.init_from: 'best:last', wanted 'best:' before one of ['sft', 'grpo']",
+    ),
+    (
+      {'init_from': ('best:grpo',)},
+      {'evaluation': ()},
+      "stages.last.init_from: 'best:grpo', and the run evaluates nothing",
+    ),
+    (
+      {'init_from': ('best:sft',)},
+      {},
+      "stages.last.init_from: 'best:sft', and sft is evaluated only at its end; set "
+      "stages.sft.evaluate_every, or name 'sft'",
+    ),
+    (
       {'source': dataclasses.replace(STORED, stages=('grpo',))},
       {'max_steps': 2},
       'stages.last.source: Stored learns from trajectories of one step',
@@ -385,11 +401,12 @@ def test_the_mean_of_adapters_is_refused(config):
   pipeline(config, {'init_from': ('sft',)}, policy=adapters)
 
 
-def test_a_stage_named_like_a_keyword_must_not_be_meant_by_init_from(config):
+@pytest.mark.parametrize('name', ['base', 'best:grpo'])
+def test_a_stage_named_like_a_keyword_must_not_be_meant_by_init_from(config, name):
   sft, grpo = config.stages
-  named = dataclasses.replace(sft, name='base')
-  with pytest.raises(UserError, match="'base' is the name of a stage, too"):
-    dataclasses.replace(config, stages=(named, dataclasses.replace(grpo, init_from=('base',))))
+  named = dataclasses.replace(sft, name=name)
+  with pytest.raises(UserError, match=f"'{name}' is the name of a stage, too"):
+    dataclasses.replace(config, stages=(named, dataclasses.replace(grpo, init_from=(name,))))
 
 
 def test_a_stage_chooses_and_weighs_its_scorers(config):

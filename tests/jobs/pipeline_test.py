@@ -2,6 +2,8 @@
 rollouts that an earlier one has stored.
 """
 
+import json
+
 import job
 import pytest
 
@@ -25,10 +27,13 @@ PIPELINE = (
     for field in ('groups_per_batch=6', 'group_size=4')
   ),
   '--config.stages.reasoning.source.response_lengths=[[0, 3], [2, 7]]',
-  '--config.stages.all_rewards.init_from=["reasoning", "distil"]',
+  '--config.stages.distil.evaluate_every=2',
+  '--config.stages.all_rewards.init_from=["reasoning", "best:distil"]',
   '--config.checkpoint.keep=1',
 )
-"""DeepSeek-R1's pipeline in seconds. Its last stage begins with the mean of two earlier ones."""
+"""DeepSeek-R1's pipeline in seconds. Its last stage begins with the mean of the end of an earlier
+one and the best evaluation of another.
+"""
 
 
 @pytest.fixture(scope='module')
@@ -99,9 +104,19 @@ def test_replaced_weights_are_another_attempt_and_every_sample_is_accounted_for(
   assert int((pipeline / 'attempt').read_text()) == 2
 
 
+def test_a_commit_names_the_best_evaluation_of_a_stage(pipeline):
+  measured = [row for row in job.accuracies(pipeline) if row[0] == 'distil']
+  assert [step for _, step, _ in measured] == [21, 23, 25]
+  best = max(accuracy for *_, accuracy in measured)
+  step = next(step for _, step, accuracy in measured if accuracy == best)
+  newest = max(job.commits(pipeline))
+  host = json.loads((pipeline / 'checkpoints' / str(newest) / 'host.json').read_text())
+  assert host['bests']['distil'] == [best, step]
+
+
 def test_killed_after_the_selection_and_in_the_last_stage_it_ends_bit_for_bit(pipeline, tmp_path):
-  before_distil = 12 + 4 + 3 + 4
-  run = job.killed_and_resumed(
-    tmp_path / 'run', before_distil + 2, before_distil + 6 + 2, config=PIPELINE
-  )
+  """The second start knows the best evaluation of the stage in progress, the third one chooses."""
+  before_distil, distil = 12 + 4 + 3 + 4, 6 + 3
+  counts = before_distil + 4, before_distil + distil + 1
+  run = job.killed_and_resumed(tmp_path / 'run', *counts, config=PIPELINE)
   job.assert_equal_runs(run, pipeline)

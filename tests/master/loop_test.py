@@ -43,7 +43,7 @@ SUITES = ('one', 'two')
 TASKS = exploring.make_tasks(4, 'eval')
 
 
-def stages(*, explores=False):
+def stages(*, explores=False, evaluate_every=None):
   def make(name, start):
     return Stage(
       name=name,
@@ -56,7 +56,7 @@ def stages(*, explores=False):
       token_chunk=8,
       minibatches=1,
       epochs=1,
-      evaluate_every=None,
+      evaluate_every=evaluate_every,
       explores=explores,
     )
 
@@ -150,9 +150,11 @@ class Run:
     moves=lambda step: True,
     suites=SUITES,
     explores=False,
+    evaluate_every=None,
   ):
     self.workdir, self.tokenizer, self.interrupt, self.judge = workdir, tokenizer, interrupt, judge
-    self.moves, self.suites, self.stages = moves, suites, stages(explores=explores)
+    self.moves, self.suites = moves, suites
+    self.stages = stages(explores=explores, evaluate_every=evaluate_every)
     self.entered = []
 
   async def main(self):
@@ -233,6 +235,7 @@ class Run:
       step,
       attempt=store.attempt,
       evaluated=bool(host and host['evaluated']),
+      bests=host['bests'] if host else {},
     )
     with logs.progress:
       outcome = await asyncio.wait_for(loop.run(parts, state), 30)
@@ -324,10 +327,41 @@ def test_every_commit_names_the_best_evaluation_so_far(tmp_path, tokenizer):
   assert {step: host['best'] for step, host in run.commits.items()} == {2: [0.5, 2], 4: [0.5, 2]}
 
 
+def test_each_stage_has_a_best_evaluation_and_the_earliest_of_equal_ones_counts(
+  tmp_path, tokenizer
+):
+  """The policy of the run's start, which is always right, is that of no stage."""
+  at = None
+
+  def judge(attempt):
+    return float(at == 0 or (at in (1, 2, 4) and attempt.task is TASKS[0]))
+
+  def start(*interrupted):
+    def watch(step, suite):
+      nonlocal at
+      at = step
+      return (step, suite) in interrupted
+
+    run = Run(tmp_path, tokenizer, interrupt=watch, judge=judge, evaluate_every=1)
+    run.start()
+    return run
+
+  left = start((3, 'two'))
+  assert max(left.commits) == 3 and not left.commits[3]['evaluated']
+  run = start()
+  assert {step: host['bests'] for step, host in run.commits.items()} == {
+    1: {'first': [0.25, 1]},
+    2: {'first': [0.25, 1]},
+    3: {'first': [0.25, 1]},
+    4: {'first': [0.25, 1], 'second': [0.25, 4]},
+  }
+
+
 def test_an_accuracy_of_nothing_scorable_is_null_and_never_the_best(tmp_path, tokenizer):
   run = Run(tmp_path, tokenizer, judge=lambda attempt: None)
   assert run.start().stop == 0
   assert [host['best'] for host in run.commits.values()] == [None, None]
+  assert [host['bests'] for host in run.commits.values()] == [{}, {}]
   rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
   measured = [row for row in rows if 'val-core/one/acc/greedy' in row]
   assert [row['val-core/one/acc/greedy'] for row in measured] == [None] * 3

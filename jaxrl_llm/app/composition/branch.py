@@ -22,7 +22,12 @@ from typing import Any
 from jaxrl_llm.app.composition.changes import Refused, Reset, changes, misfits, reset_flags
 from jaxrl_llm.app.composition.prepare import prepare
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
-from jaxrl_llm.app.composition.state import commits_needed, committed_like
+from jaxrl_llm.app.composition.state import (
+  commits_needed,
+  committed_bests,
+  committed_like,
+  unknown_bests,
+)
 from jaxrl_llm.app.composition.static_rows import static_file
 from jaxrl_llm.app.composition.workdir import (
   ATTEMPT,
@@ -187,7 +192,14 @@ def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str],
     model = build_model(model_spec(config, prepared.spec), policy_options(config), mesh)
     stage = next(stage for stage in stages if stage.name == taken.host['stage'])
     check_shapes(origin, workdir, committed_like(stage, model, mesh))
-    _take_needed(origin, workdir, commits_needed(config, stages, origin.step))
+    if names := unknown_bests(taken.host, config, stages):
+      raise UserError(
+        f'--branch_from={branch.run}:{origin.step}: a later stage begins with the best weights of '
+        f'{names[0]} (init_from), and the commit names no evaluation of it; name other weights, or '
+        'branch from a commit before its end'
+      )
+    bests = committed_bests(taken.host, config, stages)
+    _take_needed(origin, workdir, commits_needed(config, stages, origin.step, bests))
     for built, configured in zip(stages, config.stages, strict=True):
       if configured.waits_for_rows and origin.step <= built.start:
         # The parent selected these rows after the commit. The branch selects its own.

@@ -154,7 +154,7 @@ def build_parts(
       logs=resources.logs if resources else None,
       generates=bool(config.evaluation),
       phases=phases,
-      needed=functools.partial(commits_needed, config, setup.stages),
+      needed=lambda state: commits_needed(config, setup.stages, state.step, state.bests),
       goodput_file=None if resources else goodput.file_of(setup.workdir, index),
     ),
     enter_stage=stage_entrance(setup),

@@ -13,14 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
+from absl import logging
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.initial_weights import checkpoint_directory, model_directory
 from jaxrl_llm.app.composition.setup import Setup
-from jaxrl_llm.app.schema import BASE, Config
+from jaxrl_llm.app.schema import BASE, Config, stage_of_best
+from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.trees import flatten
-from jaxrl_llm.core.types import Params
+from jaxrl_llm.core.types import Json, Params
 from jaxrl_llm.learner.loading import read_params
 from jaxrl_llm.learner.state import (
   Learned,
@@ -58,11 +60,75 @@ def origins(stage: Stage, config: Config) -> tuple[str, ...]:
   return next(s for s in config.stages if s.name == stage.name).init_from
 
 
-def commits_needed(config: Config, stages: Sequence[Stage], step: int) -> frozenset[int]:
-  """Returns the steps of the commits whose weights are needed by stages that begin after `step`."""
+def commits_needed(
+  config: Config, stages: Sequence[Stage], step: int, bests: Mapping[str, tuple[float, int]]
+) -> frozenset[int]:
+  """Returns the steps of the commits whose weights are needed by stages that begin after `step`.
+  For a stage that has not ended, this includes the best evaluation so far if a later stage begins
+  with its best one.
+
+  Args:
+    bests: as in `LoopState.bests`.
+  """
   ends = {stage.name: stage.end for stage in stages}
-  names = {name for stage in stages if stage.start >= step for name in origins(stage, config)}
-  return frozenset(ends[name] for name in names & ends.keys() if ends[name] <= step)
+  names = _awaited(config, stages, step)
+  ended = {ends[name] for name in names & ends.keys() if ends[name] <= step}
+  return frozenset(ended | {bests[of][1] for name in names if (of := stage_of_best(name)) in bests})
+
+
+def _awaited(config: Config, stages: Sequence[Stage], step: int) -> set[str]:
+  """Returns the names of the weights with which stages begin after `step`."""
+  return {name for stage in stages if stage.start >= step for name in origins(stage, config)}
+
+
+def first_suite(config: Config) -> Json:
+  """Returns the first suite with its taskset, as JSON; None if there is none. The accuracy on this
+  suite decides which evaluation is the best.
+  """
+  if not config.evaluation:
+    return None
+  suite = config.evaluation[0]
+  taskset = next(taskset for taskset in config.tasksets if taskset.name == suite.taskset)
+  return {'suite': to_json(suite), 'taskset': to_json(taskset)}
+
+
+def committed_bests(
+  committed: Mapping[str, Any], config: Config, stages: Sequence[Stage]
+) -> dict[str, tuple[float, int]]:
+  """Returns `LoopState.bests` as of a commit.
+
+  If the first suite has changed since, an unfinished stage has no best evaluation yet, because its
+  later accuracies cannot be compared with the earlier ones.
+
+  Args:
+    committed: host state of the commit.
+  """
+  bests = {name: tuple(best) for name, best in committed.get('bests', {}).items()}
+  if committed.get('best_of') == first_suite(config):
+    return bests
+  ended = {stage.name for stage in stages if _has_ended(stage, committed)}
+  return {name: best for name, best in bests.items() if name in ended}
+
+
+def unknown_bests(
+  committed: Mapping[str, Any], config: Config, stages: Sequence[Stage]
+) -> list[str]:
+  """Returns the names of the stages that ended before a commit without a known best evaluation,
+  although a stage after the commit begins with their best weights.
+  """
+  awaited = {stage_of_best(name) for name in _awaited(config, stages, committed['step'])}
+  bests = committed_bests(committed, config, stages)
+  return [
+    stage.name
+    for stage in stages
+    if stage.name in awaited and stage.name not in bests and _has_ended(stage, committed)
+  ]
+
+
+def _has_ended(stage: Stage, committed: Mapping[str, Any]) -> bool:
+  """Whether the stage, including its last evaluation, was complete at a commit."""
+  step = committed['step']
+  return stage.end < step or (stage.end == step and committed['evaluated'])
 
 
 def starting_state(stage: Stage, setup: Setup, state: LoopState) -> LoopState:
@@ -73,7 +139,8 @@ def starting_state(stage: Stage, setup: Setup, state: LoopState) -> LoopState:
     state: state at the end of the previous stage.
 
   Raises:
-    UserError: a commit from which the stage takes weights no longer exists.
+    UserError: a commit from which the stage takes weights no longer exists, or the stage begins
+      with the best weights of a stage whose evaluations measured nothing.
   """
   names = origins(stage, setup.config)
   weights = [_weights_of(name, stage, setup, state) for name in names]
@@ -83,13 +150,22 @@ def starting_state(stage: Stage, setup: Setup, state: LoopState) -> LoopState:
 
 
 def _weights_of(name: str, stage: Stage, setup: Setup, state: LoopState) -> Params:
-  """Returns the trained parameters at the beginning of the run (if `name` is 'base') or at the end
-  of the stage `name`.
+  """Returns the trained parameters at the beginning of the run (if `name` is 'base'), at the best
+  evaluation of a stage ('best:STAGE') or at the end of the stage `name`.
   """
   if name == BASE:
     return initial_params(setup.config, setup.model, setup.process.mesh)[0]
   checkpoints, where = setup.checkpoints, f'stages.{stage.name}.init_from'
-  step = next(earlier.end for earlier in setup.stages if earlier.name == name)
+  if (of_best := stage_of_best(name)) is None:
+    step = next(earlier.end for earlier in setup.stages if earlier.name == name)
+  elif of_best in state.bests:
+    accuracy, step = state.bests[of_best]
+    logging.info('%s: %s is step %d, with accuracy %.3f', where, name, step, accuracy)
+  else:
+    raise UserError(
+      f'{where}: {name!r}, and no evaluation of {of_best} had an answer with a score; branch with '
+      'another init_from'
+    )
   if step == stage.start:
     return state.learned.policy.params
   if step not in checkpoints.steps():
