@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from absl import app, flags
@@ -41,6 +41,14 @@ def print_json(value: Json) -> None:
   null.
   """
   print(json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def show(document: Json, lines: Iterable[str], *, as_json: bool) -> None:
+  """Prints the result of a command: the document with `as_json`, otherwise the lines."""
+  if as_json:
+    print_json(document)
+  else:
+    print(*lines, sep='\n')
 
 
 def _finite(value: Any) -> Json:

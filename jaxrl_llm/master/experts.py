@@ -13,15 +13,14 @@ from jaxrl_llm.rollout.untrusted import Bounds
 class AddedExperts:
   """Draws added expert rows for the batches of a stage, in the order of their arrival."""
 
-  def __init__(self, store: ReplayStore, *, max_uses: int, bounds: Bounds, longest: int):
+  def __init__(self, store: ReplayStore, *, max_uses: int, bounds: Bounds):
     """
     Args:
       max_uses: maximum number of batches that train on a row.
-      bounds: limits of the run, which a row must not exceed.
-      longest: maximum number of tokens of a row in this stage. Longer ones wait for another stage.
+      bounds: limits of the run, which a row must not exceed. Rows that an earlier start of the run,
+        with larger limits, has taken are not drawn.
     """
-    self._store, self._max_uses = store, max_uses
-    self._bounds, self._longest = bounds, longest
+    self._store, self._max_uses, self._bounds = store, max_uses, bounds
 
   def draw(self, step: int, count: int) -> tuple[list[Row], dict[str, int]]:
     """Takes the rows that have arrived, and draws at most `count` rows for the batch of a step. It
@@ -30,7 +29,8 @@ class AddedExperts:
     Returns the rows, and the counters `experts/…` of the batch.
     """
     arrived = experts.take(self._store, step, self._check)
-    ready = self._store.added(step, max_uses=self._max_uses, longest=self._longest)
+    longest = self._bounds.max_length
+    ready = self._store.added(step, max_uses=self._max_uses, longest=longest)
     uids = ready[:count]
     places = self._store.at(step).seal(uids) if uids else {}
     samples = self._store.read(uids)

@@ -26,7 +26,7 @@ import os
 import pathlib
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,11 +39,9 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay.inbox import check_who
 from jaxrl_llm.replay.inbox_file import copy_inbox, open_inbox
 from jaxrl_llm.replay.index import ReplayStore
-from jaxrl_llm.replay.tables import EXPERT, State
+from jaxrl_llm.replay.tables import ADDED, BETWEEN_ADDED, EXPERT, State
 
 ARRIVALS = 'experts.sqlite'
-PREFIX = 'experts/'
-"""Beginning of the uid of each added row; its digest follows."""
 MAX_SCORE = 1e6
 """Maximum magnitude of a score."""
 MAX_ORIGIN = 4096
@@ -108,7 +106,7 @@ def as_expert(sample: Sample) -> Sample:
   """Returns a sample as an expert row: named by its digest, trained on where its role is `POLICY`,
   and marked as not sampled.
   """
-  uid = f'{PREFIX}{digest(sample)}'
+  uid = f'{ADDED}{digest(sample)}'
   mask = sample.role == Role.POLICY
   return dataclasses.replace(
     sample,
@@ -142,7 +140,7 @@ def add(directory: str | os.PathLike, rows: Sequence[ExpertRow]) -> list[Added]:
     db.execute('BEGIN IMMEDIATE')
     for row in rows:
       sample = as_expert(row.sample)
-      name = sample.uid.removeprefix(PREFIX)
+      name = sample.uid.removeprefix(ADDED)
       before = db.execute('SELECT who FROM rows WHERE digest = ?', (name,)).fetchone()
       results.append(Added(sample.uid, before and before[0]))
       if before is None:
@@ -177,7 +175,7 @@ class Arrival(NamedTuple):
 
   @property
   def uid(self) -> str:
-    return f'{PREFIX}{self.digest}'
+    return f'{ADDED}{self.digest}'
 
   def lineage(self, sample: Sample) -> Json:
     """Returns the record of the row's origin that the store keeps."""
@@ -350,7 +348,7 @@ def account(index: sqlite3.Connection, directory: str | os.PathLike) -> Accounts
     uid: (state, uses, json.loads(text)['digest'])
     for uid, state, uses, text in index.execute(
       'SELECT s.uid, s.state, s.uses, d.json FROM samples s JOIN derived d USING (uid, attempt) '
-      f"WHERE s.uid >= '{PREFIX}' AND s.uid < '{PREFIX[:-1]}0' AND d.operator = '{EXPERT}'"
+      f"WHERE s.uid {BETWEEN_ADDED} AND d.operator = '{EXPERT}'"
     )
   }
   saved = index.execute('SELECT json FROM meta WHERE key = ?', (_RECORD,)).fetchone()
@@ -358,7 +356,7 @@ def account(index: sqlite3.Connection, directory: str | os.PathLike) -> Accounts
   counts: collections.Counter[str] = collections.Counter()
   uses: collections.Counter[int] = collections.Counter()
   problems, known = [], set()
-  for uid, damaged in _found(directory):
+  for uid, damaged in _inspected(directory):
     known.add(uid)
     if uid in refused:
       counts['refused'] += 1
@@ -379,7 +377,7 @@ def account(index: sqlite3.Connection, directory: str | os.PathLike) -> Accounts
   return Accounts(counts.total(), *(counts[kind] for kind in kinds), dict(uses), problems)
 
 
-def _found(directory: str | os.PathLike):
+def _inspected(directory: str | os.PathLike) -> Iterator[tuple[str, bool]]:
   """Yields (uid, whether it is damaged) of each row that has arrived, in the order of arrival."""
   after = 0
   while rows := arrived(directory, after=after, limit=_AT_ONCE):

@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Iterable
 
 from jaxrl_llm.replay.draw import Group
-from jaxrl_llm.replay.tables import EXPERT
+from jaxrl_llm.replay.tables import BETWEEN_ADDED, EXPERT
 
 _READY = 'SELECT seq, group_id, uid, partition, version, uses, admitted'
 _GROUPS = """
@@ -46,7 +46,7 @@ WHERE partition = 'usual' AND state IN ('admitted', 'trained') ORDER BY s.seq"""
 
 _ADDED = f"""
 SELECT s.uid FROM samples s JOIN derived d USING (uid, attempt)
-WHERE s.uid >= 'experts/' AND s.uid < 'experts0' AND s.partition = 'expert'
+WHERE s.uid {BETWEEN_ADDED} AND s.partition = 'expert'
 AND s.state IN ('admitted', 'trained') AND s.uses < :max_uses
 AND (s.state = 'admitted' OR s.changed < :step)
 AND d.operator = '{EXPERT}' AND json_extract(d.json, '$.length') <= :longest

@@ -29,15 +29,15 @@ def open_inbox(
     with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=10.0)) as db:
       # Makes the deletion of the rollback journal durable too.
       db.execute('PRAGMA synchronous=EXTRA')
-      (found,) = db.execute('PRAGMA user_version').fetchone()
-      if found == 0:
+      (version,) = db.execute('PRAGMA user_version').fetchone()
+      if version == 0:
         db.execute('BEGIN IMMEDIATE')
         for statement in (*tables, f'PRAGMA user_version = {schema}'):
           db.execute(statement)
         db.execute('COMMIT')
-      elif found != schema:
+      elif version != schema:
         raise UserError(
-          f'inbox {path}: schema {found}, this program reads {schema}; use the one that wrote it'
+          f'inbox {path}: schema {version}, this program reads {schema}; use the one that wrote it'
         )
       yield db
   except sqlite3.OperationalError as error:

@@ -188,6 +188,10 @@ EXPERT = 'expert'
 """Operator name of the rows in `derived` that contain the origin of an added expert row, as
 `Arrival.lineage` returns it (`replay.experts`).
 """
+ADDED = 'experts/'
+"""Beginning of the uid of each added expert row; its digest follows."""
+BETWEEN_ADDED = f"BETWEEN '{ADDED}' AND '{ADDED}~'"
+"""SQL condition on a uid: it is that of an added expert row."""
 IS_ADDED = (
   'EXISTS (SELECT 1 FROM derived a WHERE a.uid = s.uid AND a.attempt = s.attempt AND a.operator = '
   f"'{EXPERT}')"

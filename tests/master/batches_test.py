@@ -419,7 +419,7 @@ def experts_file(workdir, tokenizer, count=7) -> str:
 
 def mixed(explorer, store, stream: RowStream, rows: int) -> MixedBatches:
   bounds = Bounds(vocab_size=40, max_length=16)
-  added = AddedExperts(store, max_uses=1, bounds=bounds, longest=16)
+  added = AddedExperts(store, max_uses=1, bounds=bounds)
   return MixedBatches(explorer, StreamBatches(stream), added, rows=rows)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from absl import flags
 
@@ -29,7 +29,6 @@ from jaxrl_llm.app.composition.lock import lock
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay import browse, quarantine
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.export import Selection, export
@@ -89,19 +88,20 @@ def _main(argv: Sequence[str]) -> int:
   directory = pathlib.Path(FLAGS.workdir) / 'replay'
   if FLAGS.clear_quarantine:
     removed = quarantine.clear(directory)
-    _show(
+    script.show(
       {'removed': removed},
       [
         f'removed {sum(removed.values()) / 1e6:,.1f} MB in {len(removed):,} files from '
         f'{directory / QUARANTINE}'
       ],
+      as_json=FLAGS.json,
     )
     return 0
   if FLAGS.rebuild:
     return _rebuild(directory)
   if FLAGS.audit:
     report = audit(directory)
-    _show(dataclasses.asdict(report), report.lines)
+    script.show(dataclasses.asdict(report), report.lines, as_json=FLAGS.json)
     return 0 if report.ok else 1
   if FLAGS.export is not None:
     return _export(directory)
@@ -110,15 +110,17 @@ def _main(argv: Sequence[str]) -> int:
       raise UserError(f'--{name}: only with --export=FILE')
   if FLAGS.uid is not None:
     lines = browse.history(directory, FLAGS.uid)
-    _show({'uid': FLAGS.uid, 'history': lines}, lines)
+    script.show({'uid': FLAGS.uid, 'history': lines}, lines, as_json=FLAGS.json)
   elif FLAGS.state is not None or FLAGS.task is not None:
     task = browse.asked(directory, FLAGS.task) if FLAGS.task is not None else []
     entries = browse.find(directory, state=FLAGS.state, task=FLAGS.task, limit=FLAGS.limit)
     samples = [{**entry._asdict(), 'state': str(entry.state)} for entry in entries]
-    _show({'task': task, 'samples': samples}, [*task, *map(_line, entries)])
+    script.show(
+      {'task': task, 'samples': samples}, [*task, *map(_line, entries)], as_json=FLAGS.json
+    )
   else:
     holdings = browse.summary(directory)
-    _show(dataclasses.asdict(holdings), holdings.lines)
+    script.show(dataclasses.asdict(holdings), holdings.lines, as_json=FLAGS.json)
   return 0
 
 
@@ -128,7 +130,7 @@ def _rebuild(directory: pathlib.Path) -> int:
   with lock(directory.parent, named=directory.parent):
     rebuilt = rebuild(directory)
     report = audit(directory)
-  _show(
+  script.show(
     {'rebuilt': rebuilt._asdict(), 'audit': dataclasses.asdict(report)},
     [
       f'rebuilt {directory / INDEX} from {rebuilt.writes:,} writes of the journal; kept of the '
@@ -140,6 +142,7 @@ def _rebuild(directory: pathlib.Path) -> int:
       ),
       *report.lines,
     ],
+    as_json=FLAGS.json,
   )
   return 0 if report.ok else 1
 
@@ -149,7 +152,7 @@ def _export(directory: pathlib.Path) -> int:
   selection = Selection(stage=FLAGS.stage, state=FLAGS.state, task=FLAGS.task, steps=steps)
   exported = export(directory, FLAGS.export, selection)
   without = ', '.join(f'{state} {count:,}' for state, count in exported.without_bytes.items())
-  _show(
+  script.show(
     {'file': FLAGS.export, **dataclasses.asdict(exported)},
     [
       f'exported {exported.samples:,} samples, {exported.tokens:,} tokens, '
@@ -157,6 +160,7 @@ def _export(directory: pathlib.Path) -> int:
       *([f'not exported, because the store lacks their tokens: {without}'] if without else []),
       *(f'PROBLEM {line}' for line in exported.lost),
     ],
+    as_json=FLAGS.json,
   )
   return 1 if exported.lost else 0
 
@@ -168,14 +172,6 @@ def _steps(text: str) -> tuple[int, int]:
     return int(first), int(last if colon else first)
   except ValueError:
     raise UserError(f'--steps={text}: wanted FIRST:LAST, two numbers, or one number') from None
-
-
-def _show(document: Json, lines: Iterable[str]) -> None:
-  """Prints the document with --json, otherwise the lines."""
-  if FLAGS.json:
-    script.print_json(document)
-  else:
-    print(*lines, sep='\n')
 
 
 def _line(entry: Entry) -> str:

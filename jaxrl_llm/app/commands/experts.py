@@ -28,7 +28,6 @@ from jaxrl_llm.app.offline.experts import Run, add_file, add_run
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.types import Json
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.replay import experts
 from jaxrl_llm.replay.browse import snapshot
@@ -75,7 +74,11 @@ def _main(argv: Sequence[str]) -> int:
   if FLAGS.add is None and FLAGS.from_run is None:
     with snapshot(workdir / 'replay') as (index, _):
       accounts = experts.account(index, workdir / 'replay')
-    _show(accounts._asdict(), [accounts.line or 'no expert row was added', *accounts.problems])
+    script.show(
+      accounts._asdict(),
+      [accounts.line or 'no expert row was added', *accounts.problems],
+      as_json=FLAGS.json,
+    )
     return 1 if accounts.problems else 0
   run = Run(workdir)
   if FLAGS.add is not None:
@@ -85,13 +88,5 @@ def _main(argv: Sequence[str]) -> int:
     who = FLAGS.who or 'jaxrl experts'
     other = pathlib.Path(FLAGS.from_run).expanduser()
     report = add_run(run, other, FLAGS.stages, selection, who)
-  _show(report._asdict(), report.lines)
+  script.show(report._asdict(), report.lines, as_json=FLAGS.json)
   return 1 if report.refused else 0
-
-
-def _show(document: Json, lines: Sequence[str]) -> None:
-  """Prints the document with --json, otherwise the lines."""
-  if FLAGS.json:
-    script.print_json(document)
-  else:
-    print(*lines, sep='\n')

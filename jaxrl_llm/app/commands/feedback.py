@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from absl import flags
 
@@ -37,7 +37,6 @@ from jaxrl_llm.app.offline.feedback import (
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.types import Json
 from jaxrl_llm.replay.inbox import LateVerdict, attach
 
 FLAGS = flags.FlagValues()
@@ -78,15 +77,16 @@ def _main(argv: Sequence[str]) -> int:
   directory = pathlib.Path(FLAGS.workdir) / 'replay'
   if FLAGS['import'].value is not None:
     imported = import_file(directory, pathlib.Path(FLAGS['import'].value))
-    _show(imported.to_json(), imported.lines)
+    script.show(imported.to_json(), imported.lines, as_json=FLAGS.json)
     return 1 if imported.refused else 0
   if FLAGS.export is not None or FLAGS.page is not None:
     return _export(directory)
   if FLAGS.pairs is not None:
     made = export_pairs(directory, pathlib.Path(FLAGS.pairs))
-    _show(
+    script.show(
       {**made._asdict(), 'file': FLAGS.pairs},
       [f'{made.pairs} pairs written to {FLAGS.pairs}', *made.lines],
+      as_json=FLAGS.json,
     )
     return 0
   if FLAGS.uid is not None:
@@ -95,9 +95,10 @@ def _main(argv: Sequence[str]) -> int:
     if FLAGS[name].value is not None:
       raise UserError(f'--{name}: only with --uid=UID')
   groups = waiting_groups(directory)
-  _show(
+  script.show(
     {'groups': [dataclasses.asdict(group) for group in groups]},
     [group.line for group in groups] or ['no group waits for delayed rewards'],
+    as_json=FLAGS.json,
   )
   return 0
 
@@ -112,7 +113,7 @@ def _attach(directory: pathlib.Path) -> int:
   (reply,) = attach(directory, [verdict])
   if reply.refused is not None:
     raise UserError(reply.line)
-  _show(dataclasses.asdict(reply), [reply.line])
+  script.show(dataclasses.asdict(reply), [reply.line], as_json=FLAGS.json)
   return 0
 
 
@@ -126,7 +127,7 @@ def _correct(workdir: pathlib.Path) -> int:
   report = add_corrections(Run(workdir), [('--correction', correction)])
   if report.refused:
     raise UserError(report.refused[0])
-  _show(report._asdict(), report.lines)
+  script.show(report._asdict(), report.lines, as_json=FLAGS.json)
   return 0
 
 
@@ -134,13 +135,9 @@ def _export(directory: pathlib.Path) -> int:
   file, page = (None if name is None else pathlib.Path(name) for name in (FLAGS.export, FLAGS.page))
   groups = export_groups(directory, file, page)
   written = [str(path) for path in (file, page) if path is not None]
-  _show({'groups': groups, 'files': written}, [f'{groups} groups written to {", ".join(written)}'])
+  script.show(
+    {'groups': groups, 'files': written},
+    [f'{groups} groups written to {", ".join(written)}'],
+    as_json=FLAGS.json,
+  )
   return 0
-
-
-def _show(document: Json, lines: Iterable[str]) -> None:
-  """Prints the document with --json, otherwise the lines."""
-  if FLAGS.json:
-    script.print_json(document)
-  else:
-    print(*lines, sep='\n')

@@ -69,43 +69,9 @@ def build_batches(
   if isinstance(source, Followed):
     return _followed(setup, prepared, stage, source, store)
   if not isinstance(source, Rollouts):
-    open_stream = functools.partial(
-      RowStream,
-      workdir,
-      static_file(stage_config),
-      rows=source.sequences,
-      seed=seed,
-      unit=source.unit,
-    )
-    if stage_config.waits_for_rows:
-      return LateBatches(_selecting(setup, prepared, stage_config, open_stream), events=events)
-    stream = open_stream()
-    measured = held_out_file(stage_config)
-    held_out = all_rows(workdir, measured) if measured is not None else ()
-    return StreamBatches(stream, held_out, events=events)
+    return _static(setup, prepared, stage_config)
   tasksets = [prepared.tasksets[name] for name in source.tasksets]
-  explorer_config = ExplorerConfig(
-    stage=stage.name,
-    restarted=_restarted(workdir),
-    earlier=tuple(before.name for before in config.stages[: config.stages.index(stage_config)]),
-    first_step=stage.start,
-    groups_per_batch=source.groups_per_batch,
-    group_size=source.group_size,
-    max_steps=config.rollout.max_steps,
-    bound=source.bound,
-    batch_policy=source.batch_policy,
-    batches=stage_config.steps,
-    sampling=config.rollout.sampling(source.temperature),
-    response_lengths=source.response_lengths,
-    selection=source.selection,
-    processors=build_processors(source.processors),
-    past=_past(stage.name, source.past, seed),
-    partial=config.rollout.partial,
-    max_dropped_groups=source.max_dropped_groups,
-    limits=source.limits,
-    max_rounds=config.reward_model.max_rounds if config.reward_model is not None else 0,
-    collect_deadline_s=config.rollout.collect_deadline_s,
-  )
+  explorer_config = _explorer_config(setup, stage, stage_config)
   explorer = Explorer(
     explorer_config,
     runner(explorer_config),
@@ -124,17 +90,75 @@ def build_batches(
     )
   if source.experts is None:
     return RolloutBatches(explorer, trains=stage.trains)
-  stream = RowStream(workdir, demonstrations_file(stage.name), rows=source.expert_rows, seed=seed)
-  longest = config.rollout.max_length
-  added = AddedExperts(
-    store,
-    max_uses=source.experts.max_uses,
-    bounds=Bounds(vocab_size=prepared.spec.vocab_size, max_length=longest),
-    longest=longest,
-  )
   return MixedBatches(
-    explorer, StreamBatches(stream, events=events), added, rows=source.expert_rows
+    explorer,
+    _demonstrations(setup, stage, source),
+    AddedExperts(store, max_uses=source.experts.max_uses, bounds=_bounds(setup, prepared)),
+    rows=source.expert_rows,
   )
+
+
+def _static(
+  setup: Setup, prepared: Prepared, stage_config: StageConfig
+) -> StreamBatches | LateBatches:
+  """Batches of rows that are known before the stage, or are selected from the store at its
+  beginning.
+  """
+  source, workdir, events = stage_config.source, setup.workdir, setup.process.events
+  open_stream = functools.partial(
+    RowStream,
+    workdir,
+    static_file(stage_config),
+    rows=source.sequences,
+    seed=setup.config.seed,
+    unit=source.unit,
+  )
+  if stage_config.waits_for_rows:
+    return LateBatches(_selecting(setup, prepared, stage_config, open_stream), events=events)
+  stream = open_stream()
+  measured = held_out_file(stage_config)
+  held_out = all_rows(workdir, measured) if measured is not None else ()
+  return StreamBatches(stream, held_out, events=events)
+
+
+def _explorer_config(setup: Setup, stage: Stage, stage_config: StageConfig) -> ExplorerConfig:
+  """Settings with which the explorer collects a stage's rollouts."""
+  config, source = setup.config, stage_config.source
+  return ExplorerConfig(
+    stage=stage.name,
+    restarted=_restarted(setup.workdir),
+    earlier=tuple(before.name for before in config.stages[: config.stages.index(stage_config)]),
+    first_step=stage.start,
+    groups_per_batch=source.groups_per_batch,
+    group_size=source.group_size,
+    max_steps=config.rollout.max_steps,
+    bound=source.bound,
+    batch_policy=source.batch_policy,
+    batches=stage_config.steps,
+    sampling=config.rollout.sampling(source.temperature),
+    response_lengths=source.response_lengths,
+    selection=source.selection,
+    processors=build_processors(source.processors),
+    past=_past(stage.name, source.past, config.seed),
+    partial=config.rollout.partial,
+    max_dropped_groups=source.max_dropped_groups,
+    limits=source.limits,
+    max_rounds=config.reward_model.max_rounds if config.reward_model is not None else 0,
+    collect_deadline_s=config.rollout.collect_deadline_s,
+  )
+
+
+def _demonstrations(setup: Setup, stage: Stage, source: Rollouts) -> StreamBatches:
+  """Demonstrations that join each batch of rollouts."""
+  file = demonstrations_file(stage.name)
+  stream = RowStream(setup.workdir, file, rows=source.expert_rows, seed=setup.config.seed)
+  return StreamBatches(stream, events=setup.process.events)
+
+
+def _bounds(setup: Setup, prepared: Prepared) -> Bounds:
+  """Limits of the run's sequences."""
+  longest = setup.config.rollout.max_length
+  return Bounds(vocab_size=prepared.spec.vocab_size, max_length=longest)
 
 
 def _followed(

@@ -21,11 +21,11 @@ from jaxrl_llm.app.composition.recorded_rows import check_same_tokenizer, record
 from jaxrl_llm.app.composition.stored_groups import StoredGroups
 from jaxrl_llm.app.composition.stored_rows import selected_rows
 from jaxrl_llm.app.composition.workdir import TOKENIZER
+from jaxrl_llm.app.offline.json_lines import numbered_lines, parse_line
 from jaxrl_llm.app.offline.reopen import config_of_run
-from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.schema import Config, StageConfig
 from jaxrl_llm.app.sources import Rollouts
 from jaxrl_llm.core.errors import UserError, one_line
-from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.records.sample import Role, Sample, Source
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.master.exploring.selection import SelectionConfig
@@ -112,7 +112,7 @@ class Run:
     return tuple(dict.fromkeys(names))
 
   @property
-  def _stages(self):
+  def _stages(self) -> list[StageConfig]:
     return [
       stage
       for stage in self.config.stages
@@ -198,12 +198,10 @@ def add_file(run: Run, file: pathlib.Path, who: str | None) -> Report:
   run.check_takes_experts()
 
   def rows() -> Iterator[tuple[str, ExpertRow | str]]:
-    for number, line in _lines(file):
+    for number, line in numbered_lines(file, MAX_LINE):
       where = f'{file}:{number}'
       try:
-        if line is None:
-          raise UserError(f'the line is longer than {MAX_LINE} bytes')
-        yield where, _of_file(run, _parsed(line), who, file.name, number)
+        yield where, _of_file(run, parse_line(line, MAX_LINE), who, file.name, number)
       except (UserError, ValueError) as error:
         yield where, one_line(error)
 
@@ -457,29 +455,3 @@ def _add(run: Run, rows: Iterable[tuple[str, ExpertRow | str]]) -> Report:
         write()
   write()
   return Report(added, known, refused)
-
-
-def _parsed(line: bytes) -> Any:
-  try:
-    return parse_json(line.decode())
-  except ValueError as error:  # A UnicodeDecodeError is a ValueError.
-    raise UserError(f'not JSON ({one_line(error, 100)})') from None
-
-
-def _lines(file: pathlib.Path) -> Iterator[tuple[int, bytes | None]]:
-  """Yields (number from 1, content) of each line that is not blank. The content of a line that is
-  too long is None.
-  """
-  try:
-    with open(file, 'rb') as opened:
-      number = 0
-      while line := opened.readline(MAX_LINE + 1):
-        number += 1
-        if len(line) > MAX_LINE:
-          while not line.endswith(b'\n') and (line := opened.readline(MAX_LINE)):
-            pass
-          yield number, None
-        elif line.strip():
-          yield number, line
-  except OSError as error:
-    raise UserError(f'{file}: cannot be read ({error.strerror})') from error

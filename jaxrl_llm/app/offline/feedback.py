@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.app.composition.workdir import TOKENIZER
 from jaxrl_llm.app.offline.agreement import Agreement, agreements
 from jaxrl_llm.app.offline.experts import Correction, Run, add_corrections
+from jaxrl_llm.app.offline.json_lines import numbered_lines, parse_line
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.task import Message
@@ -315,9 +316,9 @@ def import_file(directory: str | os.PathLike, file: pathlib.Path) -> Imported:
   verdicts: list[tuple[int, LateVerdict]] = []
   comparisons: list[tuple[int, Comparison]] = []
   corrections: list[tuple[str, Correction]] = []
-  for number, line in _lines(file):
+  for number, line in numbered_lines(file, MAX_LINE):
     try:
-      row = _parsed(line)
+      row = parse_line(line, MAX_LINE)
       if isinstance(row, dict) and 'chosen' in row:
         comparisons.append((number, read_comparison(row)))
       elif isinstance(row, dict) and 'correction' in row:
@@ -338,9 +339,13 @@ def import_file(directory: str | os.PathLike, file: pathlib.Path) -> Imported:
     ]
   corrected = 0
   if corrections:
-    report = add_corrections(Run(pathlib.Path(directory).parent), corrections)
-    corrected = report.added + len(report.known)
-    refused += report.refused
+    try:
+      report = add_corrections(Run(pathlib.Path(directory).parent), corrections)
+    except UserError as error:  # For example, no stage of the run takes expert rows.
+      refused += [f'{where}: {error}' for where, _ in corrections]
+    else:
+      corrected = report.added + len(report.known)
+      refused += report.refused
   return Imported(
     str(file), attached, len(comparisons), refused, corrected, agreements(given(directory))
   )
@@ -409,25 +414,3 @@ def _won(comparisons: Sequence[tuple[int, Comparison]]) -> list[tuple[int, LateV
     )
     for (uid, who, scorer, attempt), won in wins.items()
   ]
-
-
-def _lines(file: pathlib.Path) -> Iterator[tuple[int, bytes]]:
-  """Yields (number from 1, content) of each line that is not blank."""
-  try:
-    with open(file, 'rb') as opened:
-      number = 0
-      while line := opened.readline(MAX_LINE + 1):
-        number += 1
-        if len(line) > MAX_LINE:
-          raise UserError(f'{file}:{number}: the line is longer than {MAX_LINE} bytes')
-        if line.strip():
-          yield number, line
-  except OSError as error:
-    raise UserError(f'{file}: cannot be read ({error.strerror})') from error
-
-
-def _parsed(line: bytes) -> Any:
-  try:
-    return json.loads(line)
-  except (ValueError, RecursionError) as error:  # A UnicodeDecodeError is a ValueError.
-    raise UserError(f'not JSON ({str(error) or type(error).__name__:.100})') from None

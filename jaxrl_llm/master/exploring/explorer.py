@@ -48,7 +48,7 @@ from jaxrl_llm.master.exploring.outcomes import Outcomes
 from jaxrl_llm.master.exploring.partial import GroupCut
 from jaxrl_llm.master.exploring.processors import Processed, Processors
 from jaxrl_llm.master.exploring.recall import read_members, recall
-from jaxrl_llm.master.exploring.runner import GroupExpired, GroupRunner
+from jaxrl_llm.master.exploring.runner import GroupExpired, GroupOrder, GroupRunner
 from jaxrl_llm.master.exploring.scheduling import Immediate, Rounds, Scheduler, ScoringRounds
 from jaxrl_llm.master.exploring.selection import Experience, sampled_tokens
 from jaxrl_llm.master.exploring.started import StartedGroup, StartedGroups, Waiting
@@ -659,15 +659,10 @@ class Explorer:
       placed = functools.partial(self._place, self._waves, group.number)
     with self._clock.busy():
       try:
-        spans = await self._spans(group)
-        judged = await self._runner.run(
-          group.name,
-          group.task,
-          group.visit,
-          spans,
-          sampling=self._sampling(group),
-          placed=placed,
+        order = GroupOrder(
+          group.name, group.task, group.visit, self._sampling(group), await self._spans(group)
         )
+        judged = await self._runner.run(order, placed=placed)
         processed = None
         if not self._needs_trainer(judged.members):  # Otherwise, rewards are not complete yet.
           processed = await self._processors.run(scorable_of(judged.members), self._writer.step)

@@ -31,6 +31,18 @@ _TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
 Placed = Callable[[], Awaitable[bool]]
 
 
+class GroupOrder(NamedTuple):
+  """A group to roll out and score."""
+
+  name: str
+  """Id of the group."""
+  task: Task
+  visit: int
+  sampling: Sampling
+  spans: Sequence[Sequence[Span]] = ()
+  """With partial rollouts, the spans of earlier iterations for each sample."""
+
+
 class Judged(NamedTuple):
   """A group whose samples are all generated and scored."""
 
@@ -78,20 +90,10 @@ class GroupRunner:
     )
     """Durations of the most recent successful tries, in seconds."""
 
-  async def run(
-    self,
-    name: str,
-    task: Task,
-    visit: int,
-    spans: Sequence[Sequence[Span]] = (),
-    *,
-    sampling: Sampling,
-    placed: Placed | None = None,
-  ) -> Judged:
-    """Generates and scores the group `name`. Tries again if a try times out.
+  async def run(self, order: GroupOrder, *, placed: Placed | None = None) -> Judged:
+    """Generates and scores a group. Tries again if a try times out.
 
     Args:
-      spans: with partial rollouts, the spans of earlier iterations for each sample.
       placed: called once the group's samples are finished. It waits until it is known whether the
         batch takes the group, and returns whether it does. If None, the group is scored in any
         case.
@@ -108,7 +110,7 @@ class GroupRunner:
         async with asyncio.timeout(seconds) as limit:
           hold = _Hold(limit)
           untimed = None if placed is None else functools.partial(hold.wait, placed)
-          judged = await self._run(name, task, visit, spans, sampling, untimed)
+          judged = await self._run(order, untimed)
       except TimeoutError:
         if not limit.expired():
           raise
@@ -132,42 +134,30 @@ class GroupRunner:
         return _STRAGGLER, limits.straggler_factor * mean
     return _TIMEOUT, limits.timeout_s
 
-  async def _generate(
-    self,
-    task: Task,
-    visit: int,
-    spans: Sequence[Sequence[Span]],
-    sampling: Sampling,
-    placed: Placed | None,
-  ) -> AsyncIterator[Rollout]:
+  async def _generate(self, order: GroupOrder, placed: Placed | None) -> AsyncIterator[Rollout]:
     """Returns an iterator over the group's samples with their texts. With partial rollouts, first
     waits until all samples are finished, since an unfinished group is not scored.
     """
-    how = {'stage': self._config.stage, 'sampling': sampling}
+    task, visit = order.task, order.visit
+    how = {'stage': self._config.stage, 'sampling': order.sampling}
     if self._config.partial is None:
       size, most = self._config.group_size, self._config.max_steps
       return checked_run(self.workflow, task, visit, samples=size, max_steps=most, **how)
     whole = await continue_group(
-      self.workflow, self._config.partial, task, visit, spans=spans, **how
+      self.workflow, self._config.partial, task, visit, spans=order.spans, **how
     )
     if placed is not None and not await placed():
       raise GroupCut({})
     return _each(whole)
 
-  async def _run(
-    self,
-    name: str,
-    task: Task,
-    visit: int,
-    spans: Sequence[Sequence[Span]],
-    sampling: Sampling,
-    placed: Placed | None,
-  ) -> Judged:
+  async def _run(self, order: GroupOrder, placed: Placed | None) -> Judged:
     count, rewards = self._config.group_size, self.scorers.config
-    open_requests = {Edge.ROLLOUT: self._events.request(Edge.ROLLOUT, group=name, count=count)}
+    open_requests = {
+      Edge.ROLLOUT: self._events.request(Edge.ROLLOUT, group=order.name, count=count)
+    }
     try:
       try:
-        runs = await self._generate(task, visit, spans, sampling, placed)
+        runs = await self._generate(order, placed)
       except GroupCut:
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=0)
         raise
@@ -175,8 +165,10 @@ class GroupRunner:
         pending = []
         async for rollout in runs:
           if Edge.EVAL not in open_requests:
-            open_requests[Edge.EVAL] = self._events.request(Edge.EVAL, group=name, count=count)
-          pending.append(scoring.create_task(judge(rollout, task, self.scorers, rewards)))
+            open_requests[Edge.EVAL] = self._events.request(
+              Edge.EVAL, group=order.name, count=count
+            )
+          pending.append(scoring.create_task(judge(rollout, order.task, self.scorers, rewards)))
         rolled_out = time.monotonic()
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=len(pending))
       members = await judge_group([p.result() for p in pending], self.scorers, rewards)

@@ -63,7 +63,9 @@ def delayed(*, bound: int, **options) -> Config:
 SHIPPED = ['quickstart.py', 'ppo.py', 'opmd.py', 'mix.py', 'mix.py:grpo', 'mix.py:sft', 'dpo.py',
            'dpo.py:online', 'dpo.py:rejection', 'reward_model.py', 'gsm8k_pairs.py:dpo,x',
            'gsm8k_pairs.py:reward_model,x', 'grpo.py:dapo', 'lora.py', 'lora.py:base', 'smollm2.py',
-           'smollm2.py:lora']  # fmt: skip
+           'smollm2.py:lora', 'r1.py', 'r1.py:without_reasoning', 'kimi.py',
+           'kimi.py:without_long_cot', 'kimi.py:without_curriculum',
+           'kimi.py:without_rl_length']  # fmt: skip
 
 
 @pytest.mark.parametrize('name', SHIPPED)
@@ -100,6 +102,15 @@ def test_tokens_of_older_weights_need_an_algorithm_that_corrects_them(algorithm,
       built(config)
   else:
     built(config)
+
+
+def test_an_algorithm_reads_the_response_length_of_its_stage():
+  """DAPO's penalty cannot begin before the first token."""
+  algorithm = AlgorithmConfig(name='grpo', options={'overlong_buffer_len': 4})
+  built(changed('quickstart.py', algorithm=algorithm))
+  lengths = {'response_lengths': ((0, 2), (5, 3))}
+  with pytest.raises(UserError, match='max_response_length=3 tokens'):
+    built(changed('quickstart.py', source=lengths, algorithm=algorithm))
 
 
 def test_a_schedule_counts_the_updates_that_are_taken():

@@ -101,6 +101,18 @@ def test_an_episode_is_exported_with_all_its_turns(directory, tmp_path, tokenize
   ]
 
 
+def test_lines_that_cannot_be_used_leave_the_verdicts_of_others(directory):
+  """A line that is too long, and a correction for a run that trains on no expert rows."""
+  long = {'uid': 'g/0', 'value': 1, 'who': 'a' * feedback.MAX_LINE}
+  correction = {'uid': 'g/0', 'correction': 'Since.', 'who': 'ann'}
+  verdicts = [{'uid': uid, 'value': 1, 'who': 'ann'} for uid in UIDS[:2]]
+  result = imported(directory, verdicts[0], long, correction, verdicts[1])
+  assert (result.attached, result.corrections, len(result.refused)) == (2, 0, 2)
+  assert 'verdicts.jsonl:2: the line is longer than' in result.refused[0]
+  assert 'verdicts.jsonl:3: ' in result.refused[1]
+  assert [verdict.uid for verdict in given(directory)] == [*UIDS[:2]]
+
+
 def test_a_comparison_becomes_the_share_of_comparisons_won(directory):
   """g/0 wins both of its comparisons, g/1 loses one and ties one, g/2 loses one and ties one."""
   result = imported(directory, compared(0, 1), compared(1, 2, tie=True), compared(0, 2))

@@ -29,7 +29,7 @@ from jaxrl_llm.master.exploring import partial as partials
 from jaxrl_llm.master.exploring.explorer import NothingToLearn
 from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.partial import PartialConfig
-from jaxrl_llm.master.exploring.runner import _Hold
+from jaxrl_llm.master.exploring.runner import GroupOrder, _Hold
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.master.exploring.waves import WaveSize
 from jaxrl_llm.master.records import _partial_metrics
@@ -262,9 +262,8 @@ def test_waiting_for_a_place_does_not_raise_the_straggler_limit(tokenizer, store
 
     begun = LOOP_CLOCK.monotonic()
     run.engine.hold = lambda request: LOOP_CLOCK.monotonic() < begun + 1.0
-    await runner.run(
-      'grpo/g/0', run.exploration.tasks[1], 0, [[], []], sampling=Sampling(), placed=placed
-    )
+    order = GroupOrder('grpo/g/0', run.exploration.tasks[1], 0, Sampling(), [[], []])
+    await runner.run(order, placed=placed)
 
   simulated(main())
   assert runner._limit() == ('straggler', pytest.approx(2.0, abs=0.1))
@@ -524,6 +523,13 @@ def test_in_its_last_span_an_answer_is_generated_to_its_end(tokenizer, store):
   (_, _), (second, _) = run.batches(0, 2)
   long = second[1].sample
   assert [span[:3] for span in spans(long)] == [(0, 2, 0), (2, 7, 1)]
+
+
+def test_an_answer_in_spans_ends_at_the_limit_of_its_stage(tokenizer, store):
+  run = Run(tokenizer, store, one_long, response_lengths=((0, LONGEST - 3),))
+  (_, _), (second, _) = run.batches(0, 2)
+  long = second[1].sample
+  assert (long.response_len, long.finish_reason) == (LONGEST - 3, Finish.LENGTH)
 
 
 def test_a_budget_above_the_longest_answer_changes_nothing(tokenizer, tmp_path):
