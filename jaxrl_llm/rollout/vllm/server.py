@@ -587,10 +587,19 @@ class OwnedServer:
     """Starts the process without waiting for it. `ready` waits until the server answers.
 
     Raises:
-      OSError: a file that the server needs cannot be written.
-      RunError: the server's folder is not private to this user.
+      RunError: a file that the server needs cannot be written, or the server's folder is not
+        private to this user.
     """
     self._check_folder()
+    try:
+      self._start()
+    except OSError as error:
+      raise RunError(
+        f'engine {self.name}: cannot be started ({one_line(error)}); free disk space, or correct '
+        f'the permissions of {self._folder} and {self.log.parent}'
+      ) from error
+
+  def _start(self) -> None:
     self._modules.mkdir(exist_ok=True)
     for module, file in self._command.worker_files.items():
       shutil.copyfile(file, self._modules / f'{module}.py')
