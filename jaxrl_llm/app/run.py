@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import logging
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxrl_llm.app.composition.branch import Branch, Fork

@@ -30,11 +30,10 @@ from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.loop import pass_over, take_step
 from jaxrl_llm.master.recorded import RecordedGroups
 from jaxrl_llm.master.records import step_metrics
-from jaxrl_llm.replay import experts
 from jaxrl_llm.replay.browse import open_copy
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import SEALED
-from jaxrl_llm.replay.tables import INDEX
+from jaxrl_llm.replay.tables import ADDED, INDEX
 from jaxrl_llm.rollout.vllm.publication import digest
 from jaxrl_llm.rollout.workflow import completion_text
 from jaxrl_llm.runtime.checkpoint import Checkpoints
@@ -211,7 +210,7 @@ def taken(
     *dict.fromkeys(
       row.uid
       for row in plan.rows
-      if row.source.startswith(SEALED) and not row.uid.startswith(experts.PREFIX)
+      if row.source.startswith(SEALED) and not row.uid.startswith(ADDED)
     )
   ]
   tasks = {task.uid: task for taskset in past.prepared.tasksets.values() for task in taskset.tasks}

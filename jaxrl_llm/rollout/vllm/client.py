@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int32
 
 from jaxrl_llm.core import background
 from jaxrl_llm.core.errors import UserError
