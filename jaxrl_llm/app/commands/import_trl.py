@@ -1,11 +1,11 @@
-"""Converts arguments for TRL to a configuration file.
+"""Converts TRL arguments to a configuration file.
 
   jaxrl import-trl train.sh [--trainer=grpo] [--output=FILE.py] [--rows=N] [--define=NAME=VALUE ...]
 
 FILE is a shell script with a command such as `trl grpo --key value …` or `python train.py --key
-value …`, a YAML file of arguments, or a Python file that calls GRPOConfig(…) or the like. The file
-is parsed and never run. The report lists each argument as mapped, not needed (with the reason) or
-not supported.
+value …`, a YAML file of arguments, or a Python file that creates a GRPOConfig(…) or another of
+TRL's configurations. The file is parsed but not run. The report lists each argument as mapped, not
+needed (with the reason) or not supported.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from jaxrl_llm.app.importers.table import Import
 FLAGS = flags.FlagValues()
 command.define_flags(FLAGS)
 flags.DEFINE_enum(
-  'trainer', None, list(trl_table.TRAINERS), 'Trainer; by default, read from the file.',
-  flag_values=FLAGS,
+  'trainer', None, list(trl_table.TRAINERS),
+  'Trainer of the arguments; by default, determined from the file.', flag_values=FLAGS,
 )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Code that `jaxrl import-verl` and `jaxrl import-trl` share: flags, report and written file."""
+"""Code shared by `jaxrl import-verl` and `jaxrl import-trl`: flags, report, and writing the
+configuration file.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,22 @@ from jaxrl_llm.core.errors import UserError, one_line
 def define_flags(values: flags.FlagValues) -> None:
   """Registers the flags that `jaxrl import-verl` and `jaxrl import-trl` have in common."""
   flags.DEFINE_string(
-    'output', None, 'Configuration file to write; by default NAME.py here.', flag_values=values
+    'output', None,
+    'Configuration file to write; by default, the name of FILE with the ending .py, in the current '
+    'directory.', flag_values=values,
+  )  # fmt: skip
+  flags.DEFINE_bool(
+    'overwrite', False, 'Replace the configuration file if it exists.', flag_values=values
   )
-  flags.DEFINE_bool('overwrite', False, 'Replace the configuration file.', flag_values=values)
   flags.DEFINE_multi_string(
-    'define', [], "NAME=VALUE of a variable of the script, or of its argument 1, 2, …; repeatable.",
-    flag_values=values,
+    'define', [],
+    'NAME=VALUE: value of a variable of the script, or of its argument number NAME (1, 2, …); '
+    'repeatable.', flag_values=values,
   )  # fmt: skip
   flags.DEFINE_integer(
-    'rows', None, 'Number of training rows, which turns epochs into steps.', lower_bound=1,
-    flag_values=values,
+    'rows', None,
+    'Number of training rows, from which steps are computed if the file gives epochs.',
+    lower_bound=1, flag_values=values,
   )  # fmt: skip
   flags.DEFINE_bool('json', False, 'Print the report as one JSON document.', flag_values=values)
 
@@ -39,8 +47,14 @@ def run(
   document: str,
   read: Callable[[pathlib.Path, Mapping[str, str]], Imported],
 ) -> int:
-  """Runs a command: reads the file, prints the report and writes the configuration file. Returns
-  the exit code.
+  """Runs an import command: reads the file, writes the configuration file, prints the report, and
+  returns the exit code.
+
+  Args:
+    argv: command line.
+    values: the command's flags.
+    document: help text of the command.
+    read: imports a file, given the values of --define.
   """
   return script.exit_code(
     lambda: _run(argv, values, document, read), as_json=script.asks_json(argv)
@@ -59,9 +73,11 @@ def _run(
   imported = read(path, define)
   target = pathlib.Path(values.output or f'{re.sub(r"[^A-Za-z0-9_]+", "_", path.stem)}.py')
   if target.suffix != '.py':
-    raise UserError(f'--output={target}: wanted a file ending .py')
-  if target.exists() and (not values.overwrite or target.samefile(path)):
-    raise UserError(f'{target}: exists; name another --output, or give --overwrite')
+    raise UserError(f'--output={target}: wanted a file name that ends in .py')
+  if target.exists() and target.samefile(path):
+    raise UserError(f'{target}: is the file to import; choose another file with --output')
+  if target.exists() and not values.overwrite:
+    raise UserError(f'{target}: exists; choose another file with --output, or pass --overwrite')
   try:
     target.write_text(imported.source(path, target), encoding='utf-8')
   except OSError as error:

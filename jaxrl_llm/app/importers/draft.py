@@ -1,4 +1,4 @@
-"""Drafts of configurations: values keyed by dotted names, and the `Config` that a draft becomes."""
+"""Drafts of configurations (values keyed by dotted names), and their conversion to a `Config`."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ _MODULES = {
   'up_proj': 'up',
   'down_proj': 'down',
 }
-"""This package's names of projections, keyed by PyTorch's module name."""
+"""Names of projections in this package, keyed by PyTorch module name."""
 
 
 def base_name(name: Json) -> str:
-  """Converts a name to one that a run, taskset or scorer may have."""
+  """Converts a text to a valid name of a run, taskset or scorer."""
   return re.sub(r'[^A-Za-z0-9_.-]+', '_', str(name)).strip('_.-')[:80] or 'imported'
 
 
 def taskset_names(sources: Sequence[str]) -> list[str]:
-  """Returns a distinct taskset name for each path: the file's name, preceded by the directory's if
-  several files have the same name.
+  """Returns a distinct taskset name for each path: the file's name without its ending, preceded by
+  the directory's name if several files share it, and followed by a number if it is still not
+  unique.
   """
   stems = [base_name(pathlib.PurePath(source).stem) for source in sources]
   files = collections.Counter(stems)
@@ -61,7 +62,7 @@ def taskset_names(sources: Sequence[str]) -> list[str]:
 
 
 def lora_targets(value: Json) -> list[str]:
-  """Converts PyTorch's module names to this package's names of projections."""
+  """Converts PyTorch module names to this package's names of projections."""
   names = value.replace(',', ' ').split() if isinstance(value, str) else value
   if names in (['all-linear'], 'all-linear'):
     return list(PROJECTIONS)
@@ -71,8 +72,8 @@ def lora_targets(value: Json) -> list[str]:
 
 
 def row_count(source: str) -> int | None:
-  """Returns the number of rows of a Parquet file; None if the file does not exist here or is no
-  Parquet file.
+  """Returns the number of rows of a Parquet file; None if the file does not exist on this machine
+  or is not a Parquet file.
   """
   try:
     check_regular(source)
@@ -84,25 +85,34 @@ def row_count(source: str) -> int | None:
 def step_count(
   keys: Import, steps_key: str, epochs_key: str, *, batch: int, rows: int | None
 ) -> int:
-  """Returns a stage's number of steps: the given number, or else the one that follows from the
-  epochs and the number of rows.
+  """Returns the number of steps of the stage: as given, or computed from epochs and rows.
+
+  If the number of rows is unknown, reports the epochs as not supported and returns UNKNOWN_STEPS.
+
+  Args:
+    steps_key: key of the number of steps.
+    epochs_key: key of the number of epochs.
+    batch: number of rows per step.
+    rows: number of training rows. If None, they are counted in the files of the tasksets.
   """
   steps = keys.read(steps_key, integer)
   if steps is not None and steps > 0:
     keys.spare(epochs_key, f'{steps_key} is set')
     return steps
-  keys.spare(steps_key, f'{epochs_key} decides')
+  keys.spare(steps_key, f'{epochs_key} determines the number of steps')
   if rows is None:
     counts = [row_count(t['source']) for t in keys.draft['tasksets'] if _trains(keys, t['name'])]
     rows = None if None in counts or not counts else sum(counts)
   epochs = keys.read(epochs_key, number)
   if rows is not None:
     return max(1, int(epochs * (rows // batch)) if rows >= batch else int(epochs))
-  keys.comments['StageConfig', 'steps'] = f'{epochs:g} epochs are {epochs:g} * (rows // {batch})'
+  keys.comments['StageConfig', 'steps'] = (
+    f'{epochs:g} epochs are {epochs:g} * (rows // {batch}) steps'
+  )
   keys.refuse(
     epochs_key,
-    f'the number of training rows is not known: give --rows=N, or set stages.NAME.steps to '
-    f'{epochs:g} * (rows // {batch}); {UNKNOWN_STEPS} is written',
+    f'the number of training rows is unknown: pass --rows=N, or set stages.NAME.steps to '
+    f'{epochs:g} * (rows // {batch}); {UNKNOWN_STEPS} is written instead',
   )
   return UNKNOWN_STEPS
 

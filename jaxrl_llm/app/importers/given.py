@@ -30,14 +30,15 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-  """A key and its value, as given in a file of another library."""
+  """A key and its value, as given in another library's configuration."""
 
   key: str
   value: Json
   where: str
-  """Line or name of the file in which the key is given, for the report."""
+  """Place of the key, for the report: a line of a script or program, or a YAML file."""
   missing: tuple[str, ...] = ()
-  """Parts of the value that can be known only by running a script or program, such as `$(date)`."""
+  """Parts of the value that only running the script or program could determine, such as `$(date)`.
+  """
 
 
 def read_text(path: pathlib.Path) -> str:
@@ -77,13 +78,13 @@ class _Loader(yaml.BaseLoader):
 
   def compose_node(self, parent: Any, index: Any) -> yaml.Node:
     if self.check_event(yaml.events.AliasEvent):
-      raise yaml.YAMLError('an alias (*name), which is not read; write the value out')
+      raise yaml.YAMLError('aliases (*name) are not supported; write the value out')
     return super().compose_node(parent, index)
 
   def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
     if len(set(keys)) < len(node.value):
-      raise yaml.YAMLError('a key that is given twice, or is no text')
+      raise yaml.YAMLError('a key is given twice, or is not text')
     return super().construct_mapping(node, deep=deep)
 
 

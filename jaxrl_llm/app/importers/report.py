@@ -26,14 +26,14 @@ class Imported:
   comments: Comments
 
   def counts(self) -> dict[str, int]:
-    """Returns how many of the given keys are mapped, not needed and not supported."""
+    """Returns the numbers of given keys that are mapped, not needed and not supported."""
     return {fate: sum(item.fate == fate for item in self.outcomes) for fate in FATES}
 
   def source(self, imported: pathlib.Path, target: pathlib.Path) -> str:
     """Returns the text of the configuration file.
 
     Args:
-      imported: file of the other library.
+      imported: file that was imported.
       target: configuration file to write.
     """
     algorithm = self.config.stages[0].algorithm.name
@@ -45,7 +45,7 @@ class Imported:
     )
 
   def lines(self) -> list[str]:
-    """Returns the lines of the report: one for each given key, the notes, and one with the counts.
+    """Returns the lines of the report: one for each given key, the notes, and a line of counts.
 
     Keys are grouped into those that are mapped, not needed and not supported.
     """

@@ -1,13 +1,14 @@
 """Reads the commands of a shell script without running anything.
 
-Invariant: nothing is executed and no other file is opened. What the script itself determines is
-substituted: variables, defaults such as `${NAME:-8}`, integer arithmetic and arrays. What only
-running the script could determine, such as `$(date)` or an environment variable, remains in the
-text and is listed in the word's `missing`. Reading takes time and memory proportional to the size
-of the text and of its substitutions. Both sizes are limited.
+Invariant: nothing is executed and no other file is opened. Everything that the text of the script
+determines is substituted: variables, defaults such as `${NAME:-8}`, integer arithmetic and arrays.
+Everything that only running the script could determine, such as `$(date)` or an environment
+variable, remains in the text and is listed in the word's `missing`. Reading takes time and memory
+proportional to the size of the text and of its substitutions. Both sizes are limited.
 
-A branch is read or skipped if its condition compares known words. Under any other condition, an
-assignment has an effect only if the variable has no value yet, and is listed in the notes.
+A condition that compares known words determines which branch is read. In a branch whose condition
+is unknown, commands are read, an assignment takes effect only if the variable has no value yet, and
+a note reports the assignment.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Script:
 
   commands: tuple[Command, ...]
   notes: tuple[str, ...]
-  """Messages of one line about assignments whose condition could not be evaluated."""
+  """Remarks about assignments under conditions that are unknown, one line each."""
 
 
 @dataclasses.dataclass
@@ -223,7 +224,7 @@ class _Reader:
 
   def _limit(self, words: int) -> None:
     if words > _MOST_WORDS:
-      raise self._wrong(f'more than {_MOST_WORDS:,} words; wanted a script of a training command')
+      raise self._wrong(f'more than {_MOST_WORDS:,} words; wanted a script that starts training')
 
   def _skip_blanks(self) -> None:
     while self._at < len(self._text):
@@ -286,7 +287,7 @@ class _Reader:
     while True:
       self._skip_blanks()
       if self._at >= len(self._text):
-        raise self._wrong('an array that begins with ( has no )')
+        raise self._wrong('the closing ) of an array is missing')
       if self._text[self._at] == '\n':
         self._at += 1
       elif self._text[self._at] == ')':
@@ -305,14 +306,14 @@ class _Reader:
     old = self._variables.get(name, [])
     if active is None and any(word.text for word in old):
       self._notes.append(
-        f'line {self._line}: {name} changes under a condition that only running decides; the '
-        'value before it is used'
+        f'line {self._line}: {name} changes under a condition that only running the script '
+        'decides; its earlier value is used'
       )
       return
     if active is None:
       self._notes.append(
-        f'line {self._line}: {name} is set under a condition that only running decides; this '
-        'value is used'
+        f'line {self._line}: {name} is set under a condition that only running the script '
+        'decides; this value is used'
       )
     if append and len(value) == 1 and len(old) == 1:
       value = [Word(old[0].text + value[0].text, old[0].missing + value[0].missing)]
@@ -398,13 +399,13 @@ class _Reader:
 
   def _expect(self, closing: str) -> None:
     if not self._text.startswith(closing, self._at):
-      raise self._wrong(f'no closing {closing} up to the end of the file')
+      raise self._wrong(f'the closing {closing} is missing')
     self._at += len(closing)
 
   def _quoted(self, quote: str) -> str:
     end = self._text.find(quote, self._at + 1)
     if end < 0:
-      raise self._wrong(f'no closing {quote} up to the end of the file')
+      raise self._wrong(f'the closing {quote} is missing')
     inner = self._text[self._at + 1 : end]
     self._at = end + 1
     return inner
@@ -436,8 +437,8 @@ class _Reader:
     return [Word(text[at : self._at], (text[at : self._at],) if special in '?!$#-' else ())]
 
   def _bracketed(self, start: int, opening: str, closing: str) -> str:
-    """Returns the text from `start` up to the closing bracket, and continues reading after the
-    bracket.
+    """Returns the text from `start` up to the closing bracket, and moves the reading position past
+    the bracket.
     """
     depth, at = 1, start
     while at < len(self._text):
@@ -455,7 +456,7 @@ class _Reader:
           self._at = at + 1
           return self._text[start:at]
       at += 1
-    raise self._wrong(f'no closing {closing} up to the end of the file')
+    raise self._wrong(f'the closing {closing} is missing')
 
   def _value(self, name: str) -> list[Word]:
     if name in self._variables:

@@ -1,4 +1,4 @@
-"""Words of a shell script after substitution, and the conditions that compare them."""
+"""Words of a shell script after substitution, and evaluation of conditions that compare them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Word(NamedTuple):
 
 
 def unread(text: str) -> Word:
-  """Returns a placeholder word for a substitution that only running the script could make."""
+  """Returns a placeholder for a substitution that only running the script could make."""
   return Word('$(…)', (one_line(text, 60),))
 
 
@@ -35,7 +35,7 @@ _COMPARISONS = {
 
 
 def condition(words: Sequence[Word]) -> bool | None:
-  """Returns whether a test `[ … ]` is true; None if its words do not determine it."""
+  """Returns whether a test `[ … ]` or `[[ … ]]` is true; None if its words do not decide it."""
   if any(word.missing for word in words) or len(words) < 3:
     return None
   texts = [word.text for word in words]

@@ -1,4 +1,4 @@
-"""Finds the command of a shell script that starts a trainer."""
+"""Finds the command that starts a trainer in a shell script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxrl_llm.core.errors import UserError
 
 
 class Start(NamedTuple):
-  """The first command that starts a trainer."""
+  """The first command of a script that starts a trainer."""
 
   command: Command
   at: int
@@ -50,8 +50,8 @@ def find_start(
     raise UserError(f'{path}: no command starts {wanted}')
   command, at = starts[0]
   notes = [*script.notes] + [
-    f'line {other.line}: a further command starts a trainer; only that of line {command.line} is '
-    'read'
+    f'line {other.line}: another command starts a trainer; only the one on line {command.line} is '
+    'imported'
     for other, _ in starts[1:]
   ]
   return Start(command, at, notes)

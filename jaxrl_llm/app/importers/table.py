@@ -73,7 +73,7 @@ FATES: tuple[Fate, ...] = ('mapped', 'not needed', 'not supported')
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """Outcome of an import for one given key."""
+  """Result of importing one given key."""
 
   key: str
   value: Json
@@ -244,22 +244,24 @@ class Import:
       if self._last[item.key] != index:
         later = self._given[self._last[item.key]].where
         self._outcomes[index] = Outcome(
-          item.key, item.value, item.where, 'not needed', f'given again: {later}'
+          item.key, item.value, item.where, 'not needed', f'overridden by a later value: {later}'
         )
       elif item.missing:
         parts = ', '.join(item.missing)
-        self.refuse(item.key, f'its value needs {parts}, which is not run; set it yourself')
+        self.refuse(
+          item.key, f'its value depends on {parts}, which is not evaluated; set it yourself'
+        )
       else:
         self._apply(item)
 
   def _apply(self, item: Given) -> None:
     row, star = self._resolved(item.key, item.value)
     if item.value is None or (isinstance(row, NotSupported) and item.value in (False, [], {})):
-      self.spare(item.key, 'not set, or off')
+      self.spare(item.key, 'not set, or turned off')
       return
     match row:
       case None:
-        self.refuse(item.key, 'no entry for this key in the table of the importer')
+        self.refuse(item.key, 'the importer does not know this key')
       case NotNeeded(why):
         self.spare(item.key, why)
       case NotSupported(why):

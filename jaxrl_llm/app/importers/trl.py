@@ -23,7 +23,7 @@ def draft(
     trainer: one of TRAINERS.
     stem: name of the run if the arguments give none.
     rows: number of training rows; None if unknown.
-    functions: file that may define reward functions; None if there is none.
+    functions: Python file that may define reward functions; None if there is none.
   """
   ours = keys.draft
   ours['name'] = base_name(keys.get('run_name') or stem)
@@ -48,7 +48,7 @@ def draft(
 def _adapters(keys: Import, ours: dict[str, Json]) -> None:
   if 'policy.init_from' not in ours:
     ours['policy.init_from'] = 'MODEL'
-    keys.notes.append('no model is named: policy.init_from=MODEL stands for it')
+    keys.notes.append('no model is named: replace MODEL in policy.init_from')
   if keys.get('use_peft') is True:
     ours.setdefault('policy.lora.rank', 16)
     ours.setdefault('policy.lora.alpha', 32)
@@ -80,13 +80,13 @@ def _data(keys: Import, ours: dict[str, Json], trainer: str) -> None:
   ]
   if not sources:
     sources = [{'name': 'train', 'source': 'train.jsonl'}]
-    keys.notes.append('no dataset is named: source=train.jsonl stands for it')
+    keys.notes.append('no dataset is named: replace train.jsonl, the source')
   evaluates = isinstance(name, str) and keys.get('eval_strategy', 'no') not in ('no', None, False)
   if evaluates:
     options = sources[0].get('options')
     sources.append({'name': 'test', 'source': _source(name, str(test)), 'options': options})
   else:
-    keys.spare('eval_strategy', 'no evaluation is the default')
+    keys.spare('eval_strategy', 'the default is no evaluation')
     for key in ('dataset_test_split', 'eval_steps'):
       keys.spare(key, 'eval_strategy is no')
   train = [source['name'] for source in sources if source['name'] != 'test']
@@ -99,7 +99,7 @@ def _data(keys: Import, ours: dict[str, Json], trainer: str) -> None:
       ours['evaluation'] = [{'name': 'test', 'taskset': 'test', 'samples': samples}]
     return
   if len(train) > 1:
-    keys.refuse('datasets', 'a stage has one such source; write the rows to one file')
+    keys.refuse('datasets', f'{trainer} reads a single dataset; write all rows to one file')
     sources = [source for source in sources if source['name'] in (train[0], 'test')]
   if trainer == 'sft':
     _examples(keys, sources)
@@ -142,7 +142,7 @@ def _batch(keys: Import, ours: dict[str, Json], trainer: str) -> None:
   ours['stages.NAME.source.groups_per_batch'] = max(1, whole // size)
   ours['stages.NAME.minibatches'] = max(1, whole // (batch * accumulated))
   if whole % size:
-    keys.refuse('num_generations', f'{whole} completions a batch are not a multiple of it')
+    keys.refuse('num_generations', f'it does not divide the {whole} completions of a batch')
 
 
 def _rewards(keys: Import, ours: dict[str, Json], functions: str | None) -> None:
@@ -193,7 +193,7 @@ def _surrogate(keys: Import, ours: dict[str, Json], trainer: str) -> None:
   ours['adv_eps'] = 1e-4
   loss = keys.get('loss_type')
   if loss not in LOSSES:
-    keys.refuse('loss_type', f'wanted one of {", ".join(LOSSES)}; dapo is written')
+    keys.refuse('loss_type', f'wanted one of {", ".join(LOSSES)}; dapo is written instead')
     loss = 'dapo'
   ours.update(LOSSES[loss])
   if loss == 'cispo':
@@ -213,7 +213,7 @@ def _surrogate(keys: Import, ours: dict[str, Json], trainer: str) -> None:
   ours['norm_adv_by_std'] = scale in ('group', True)
   if scale not in ('group', True, 'none', False):
     ours['norm_adv_by_std'] = True
-    keys.refuse('scale_rewards', 'deviations are of groups; group is written')
+    keys.refuse('scale_rewards', 'rewards are scaled within their group; group is written instead')
   if not ours['norm_adv_by_std']:
     del ours['adv_eps']
     if loss == 'dr_grpo' and name == 'grpo':
@@ -259,7 +259,8 @@ def _reference(keys: Import, ours: dict[str, Json]) -> None:
     ours['reference'] = {'ema': 1 - alpha}
   else:
     keys.refuse(
-      'sync_ref_model', 'a reference is replaced (mixup_alpha 1), or averaged every step (steps 1)'
+      'sync_ref_model',
+      'wanted ref_model_mixup_alpha=1 (replaced), or ref_model_sync_steps=1 (averaged)',
     )
 
 
@@ -269,7 +270,7 @@ def _preference_loss(keys: Import, ours: dict[str, Json]) -> None:
   if loss in ('sigmoid', 'ipo'):
     ours['loss_type'] = loss
   else:
-    keys.refuse('loss_type', 'wanted sigmoid or ipo; sigmoid is written')
+    keys.refuse('loss_type', 'wanted sigmoid or ipo; sigmoid is written instead')
 
 
 def _steps(keys: Import, ours: dict[str, Json], rows: int | None) -> None:
@@ -284,7 +285,7 @@ def _steps(keys: Import, ours: dict[str, Json], rows: int | None) -> None:
     ours['stages.NAME.steps'] = math.ceil(most / updates)
     keys.spare('num_train_epochs', 'max_steps is set')
   else:
-    keys.spare('max_steps', 'num_train_epochs decides')
+    keys.spare('max_steps', 'num_train_epochs determines the number of steps')
     sources = [
       source['source']
       for part in ('tasksets', 'examples', 'preferences')
@@ -296,11 +297,11 @@ def _steps(keys: Import, ours: dict[str, Json], rows: int | None) -> None:
       rows = sum(counts)
     if rows is None:
       ours['stages.NAME.steps'] = UNKNOWN_STEPS
-      formula = f'{epochs:g} epochs are {epochs:g} * rows / {batch}'
+      formula = f'{epochs:g} epochs are {epochs:g} * rows / {batch} steps'
       keys.comments['StageConfig', 'steps'] = formula
       keys.notes.append(
-        f'the number of training rows is not known, so {UNKNOWN_STEPS} steps are written: '
-        f'{formula}; give --rows=N, or set stages.NAME.steps'
+        f'the number of training rows is unknown, so {UNKNOWN_STEPS} steps are written instead: '
+        f'{formula}; pass --rows=N, or set stages.NAME.steps'
       )
     else:
       ours['stages.NAME.steps'] = max(1, math.ceil(epochs * rows / batch))

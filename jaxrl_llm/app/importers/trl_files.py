@@ -1,4 +1,4 @@
-"""Reads arguments for TRL from command lines, YAML files, and calls in Python files.
+"""Reads TRL arguments from command lines, YAML files, and calls in Python files.
 
 Python files are parsed and never run.
 """
@@ -61,7 +61,7 @@ def read_file(path: pathlib.Path, define: Mapping[str, str], trainer: str | None
     trainer: one of TRAINERS. If None, the file determines it.
 
   Raises:
-    UserError: the file cannot be read, gives no arguments, or does not say for which trainer.
+    UserError: the file cannot be read, gives no arguments, or does not determine the trainer.
   """
   content = read_text(path)
   if path.suffix in ('.yaml', '.yml'):
@@ -73,7 +73,7 @@ def read_file(path: pathlib.Path, define: Mapping[str, str], trainer: str | None
   trainer = trainer or named or _kind_of(path.stem) or _by_keys(given)
   if trainer is None:
     raise UserError(
-      f'{path}: does not say for which trainer its arguments are; give --trainer='
+      f'{path}: does not say which trainer its arguments are for; pass --trainer='
       f'{"|".join(TRAINERS)}'
     )
   return Arguments(trainer, given, notes)
@@ -188,11 +188,11 @@ def _python(
     # the script takes from its command line are read from this example.
     given = [*(item for item in given if not item.missing), *command[0]]
     trainer = trainer or command[1]
-    notes.append('the arguments are those of the first command in the docstring')
+    notes.append('the arguments are read from the first trainer command in the docstring')
   if all(item.missing for item in given):
     raise UserError(
       f'{path}: gives no arguments: no {", ".join(_CONFIGS)} or trainer has literal values; '
-      'import the command or YAML file that starts it'
+      'import the shell script or YAML file that gives them'
     )
   return given, notes, trainer
 
@@ -300,7 +300,7 @@ class _Calls:
       yield from self._keyword(keyword, names)
     if call.args:
       where = f'line {call.lineno}'
-      yield Given(_called(call), _shown(call.args[0]), where, ('an argument without a name',))
+      yield Given(_called(call), _shown(call.args[0]), where, ('a positional argument',))
 
   def _keyword(self, keyword: ast.keyword, names: Mapping[str, str]) -> Iterator[Given]:
     where = f'line {keyword.value.lineno}'
@@ -329,7 +329,7 @@ class _Calls:
     """
     self._left -= 1
     if depth > 20 or self._left < 0:
-      raise ValueError('names that lead to names')
+      raise ValueError('too many or too deeply nested values')
     match node:
       case ast.Constant(value=str() | int() | float() | None as value):
         return value
@@ -372,8 +372,9 @@ class _Calls:
       return
     if changed:
       self.notes.append(
-        f'{where}: {shown} is changed after loading; its rows are read here as they are stored: '
-        'use the templates of the source (prompt, system, truth), or write the rows to a file'
+        f'{where}: {shown} is changed after loading, but the imported configuration reads the rows '
+        'as they are stored: convert them with the templates of the source (prompt, system, '
+        'truth), or write the changed rows to a file'
       )
     split = 'dataset_train_split' if is_train else 'dataset_test_split'
     if is_train:
@@ -412,7 +413,9 @@ class _Calls:
 
 
 def _called(node: ast.expr) -> str:
-  """Returns the name of the function that an expression calls, without its module."""
+  """Returns the name of the function that an expression calls, without its module; an empty text if
+  the expression is not a call.
+  """
   match node:
     case ast.Call(func=ast.Name(id=name)) | ast.Call(func=ast.Attribute(attr=name)):
       return name

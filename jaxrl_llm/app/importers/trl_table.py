@@ -1,8 +1,8 @@
-"""Table of TRL's arguments: their defaults, and their counterparts in this package, for each
-trainer.
+"""Tables of TRL's arguments, one for each trainer: their defaults, and their counterparts in this
+package.
 
 Sources: the documentation of TRL's configurations and of transformers' TrainingArguments, TRL 0.20
-to 1.16. docs/reference/equality.md lists those of its losses that are equal to ours.
+to 1.16. docs/reference/equality.md lists the losses of TRL that are equal to this package's.
 """
 
 from __future__ import annotations
@@ -67,20 +67,22 @@ REWARDS: Mapping[str, Mapping[str, Json]] = {
 }
 """This package's scorers, keyed by the name of TRL's reward function."""
 
-_RUN = NotNeeded('--workdir=DIR; the same command resumes')
+_RUN = NotNeeded('pass --workdir=DIR to jaxrl train; the same command resumes the run')
 _LOGGED = NotNeeded('metrics.jsonl, TensorBoard files and report.html are always written')
-_LAUNCHED = NotNeeded('learner.mesh shards; jaxrl launch starts jobs on several machines')
-_LOADED = NotNeeded('rows are read as they are, and cached in memory')
-_GENERATION = NotSupported('training samples from the whole distribution')
+_LAUNCHED = NotNeeded(
+  'learner.mesh sets the sharding; jaxrl launch starts jobs on several machines'
+)
+_LOADED = NotNeeded('rows are read directly, and cached in memory')
+_GENERATION = NotSupported('training needs samples from the whole distribution')
 _QUANTISED = NotSupported('weights are float32 or bfloat16')
-_NO_ADAPTER = NotSupported('an option of LoRA that is not here')
-_NO_CODE = NotSupported("a checkpoint's own code is never run")
-_TEMPLATE = NotSupported('a checkpoint brings its own tokenizer and chat template')
+_NO_ADAPTER = NotSupported('an option of LoRA that this package does not have')
+_NO_CODE = NotSupported('code in a checkpoint is never run')
+_TEMPLATE = NotSupported("the checkpoint's tokenizer and chat template are always used")
 _PADDED = NotNeeded('sequences are packed into chunks of fixed shapes')
-_PACKED = NotNeeded('sequences are always packed, and never see each other')
+_PACKED = NotNeeded('sequences are always packed, and never attend to each other')
 
 
-def _off(row: Row, why: str = 'the same here') -> Choice:
+def _off(row: Row, why: str = 'always off') -> Choice:
   return Choice({False: NotNeeded(why)}, row)
 
 
@@ -95,30 +97,30 @@ def _with_lora(row: Row) -> Choice:
 COMMON: Table = {
   'model_name_or_path': Mapped('policy.init_from', text),
   'model_revision': Choice(
-    {'main': NotNeeded('the same')},
+    {'main': NotNeeded('the default')},
     NotSupported('download that revision, and name its directory in policy.init_from'),
   ),
   'dtype': Mapped('policy.dtype', one_of(_DTYPES)),
   'torch_dtype': Mapped('policy.dtype', one_of(_DTYPES)),
   'bf16': Mapped('policy.dtype', one_of({True: 'bfloat16', False: 'float32'})),
   'fp16': _off(NotSupported('activations are float32 or bfloat16')),
-  'tf32': NotNeeded('XLA decides'),
+  'tf32': NotNeeded('XLA chooses the precision of matrix products'),
   'bf16_full_eval': NotNeeded('evaluations use policy.dtype'),
   'attn_implementation': NotNeeded('policy.attention chooses by platform and length'),
-  'model_init_kwargs': NotSupported('policy.* has the options of a model'),
+  'model_init_kwargs': NotSupported('set options of the model in policy.*'),
   'trust_remote_code': _off(_NO_CODE),
   'gradient_checkpointing': Mapped('policy.remat', one_of({True: 'full', False: 'none'})),
-  'gradient_checkpointing_kwargs': NotNeeded("an option of PyTorch's"),
+  'gradient_checkpointing_kwargs': NotNeeded('an option of PyTorch'),
   'activation_offloading': Choice(
-    {False: NotNeeded('the same')}, Mapped('policy.remat', one_of({True: 'offload'}))
+    {False: NotNeeded('the default')}, Mapped('policy.remat', one_of({True: 'offload'}))
   ),
   'use_peft': Mapped('policy.lora'),
   'lora_r': _with_lora(Mapped('policy.lora.rank', integer)),
   'lora_alpha': _with_lora(Mapped('policy.lora.alpha', integer)),
   'lora_target_modules': _with_lora(Mapped('policy.lora.targets', lora_targets)),
-  'lora_dropout': Choice({0: NotNeeded('none')}, NotSupported('adapters have no dropout')),
-  'lora_task_type': NotNeeded('the algorithm decides'),
-  'lora_bias': Choice({'none': NotNeeded('the same')}, _NO_ADAPTER),
+  'lora_dropout': Choice({0: NotNeeded('always 0')}, NotSupported('adapters have no dropout')),
+  'lora_task_type': NotNeeded('determined by the algorithm'),
+  'lora_bias': Choice({'none': NotNeeded('the only value')}, _NO_ADAPTER),
   'lora_*': _NO_ADAPTER,
   'use_rslora': _off(_NO_ADAPTER),
   'use_dora': _off(_NO_ADAPTER),
@@ -135,7 +137,7 @@ COMMON: Table = {
   'dataset_streaming': _LOADED,
   'datasets': Mapped('tasksets, examples, preferences'),
   'streaming': _LOADED,
-  'test_split_size': NotSupported('set holdout and split of the source'),
+  'test_split_size': NotSupported('set the holdout and split of the source'),
   'dataset_num_proc': _LOADED,
   'dataset_kwargs': _LOADED,
   'ignore_bias_buffers': NotNeeded('an option of DistributedDataParallel'),
@@ -143,19 +145,21 @@ COMMON: Table = {
   'overwrite_output_dir': _RUN,
   'resume_from_checkpoint': _RUN,
   'run_name': Mapped('name'),
-  'do_train': NotNeeded('jaxrl train trains'),
-  'do_eval': NotNeeded('stages.NAME.evaluate_every decides'),
-  'do_predict': NotNeeded('jaxrl evaluate'),
+  'do_train': NotNeeded('use jaxrl train'),
+  'do_eval': NotNeeded('determined by stages.NAME.evaluate_every'),
+  'do_predict': NotNeeded('use jaxrl evaluate'),
   'per_device_train_batch_size': Mapped('stages.NAME.source'),
   'gradient_accumulation_steps': Mapped('stages.NAME.source'),
-  'per_device_eval_batch_size': NotNeeded('an evaluation packs its own batches'),
-  'eval_accumulation_steps': NotNeeded('an evaluation packs its own batches'),
-  'auto_find_batch_size': NotNeeded('jaxrl train --dry_run prints the memory of the programs'),
+  'per_device_eval_batch_size': NotNeeded('an evaluation determines its own batches'),
+  'eval_accumulation_steps': NotNeeded('an evaluation determines its own batches'),
+  'auto_find_batch_size': NotNeeded(
+    'jaxrl train --dry_run prints the memory that each program needs'
+  ),
   'num_train_epochs': Mapped('stages.NAME.steps'),
   'max_steps': Mapped('stages.NAME.steps'),
   'learning_rate': Mapped('stages.NAME.optimizer.peak_lr', number),
   'lr_scheduler_type': Mapped('stages.NAME.optimizer.schedule', one_of(_SCHEDULES)),
-  'lr_scheduler_kwargs': NotSupported('a schedule ends at stages.NAME.optimizer.end_lr_fraction'),
+  'lr_scheduler_kwargs': NotSupported('set stages.NAME.optimizer.end_lr_fraction'),
   'warmup_steps': Mapped('stages.NAME.optimizer.warmup_steps'),
   'warmup_ratio': Mapped('stages.NAME.optimizer.warmup_steps'),
   'weight_decay': Mapped('stages.NAME.optimizer.weight_decay', number),
@@ -165,24 +169,30 @@ COMMON: Table = {
   'max_grad_norm': Mapped('stages.NAME.optimizer.max_grad_norm', number),
   'optim': Choice(
     {
-      name: NotNeeded('AdamW')
+      name: NotNeeded('AdamW is used')
       for name in ('adamw_torch', 'adamw_torch_fused', 'adamw_hf', 'adamw_apex_fused')
     },
     NotSupported('the optimizer is AdamW'),
   ),
   'optim_args': NotSupported('the optimizer is AdamW'),
   'seed': Mapped('seed', integer),
-  'data_seed': NotNeeded('`seed` decides every order'),
+  'data_seed': NotNeeded('`seed` determines every order'),
   'full_determinism': NotNeeded('runs are deterministic'),
   'eval_strategy': Mapped('evaluation, stages.NAME.evaluate_every'),
   'eval_steps': Mapped('stages.NAME.evaluate_every'),
-  'eval_on_start': _off(NotSupported('evaluate the start with jaxrl evaluate')),
+  'eval_on_start': _off(NotSupported('evaluate the initial policy with jaxrl evaluate')),
   'save_steps': Mapped('checkpoint.every_steps'),
-  'save_strategy': NotNeeded('commits are always made; checkpoint.every_steps and every_minutes'),
+  'save_strategy': NotNeeded(
+    'commits are always written: checkpoint.every_steps, checkpoint.every_minutes'
+  ),
   'save_total_limit': Mapped('checkpoint.keep', integer),
   'load_best_model_at_end': NotNeeded('the commit with the best evaluation is kept'),
-  'metric_for_best_model': NotNeeded('the accuracy of the first evaluation decides'),
-  'greater_is_better': NotNeeded('the accuracy of the first evaluation decides'),
+  'metric_for_best_model': NotNeeded(
+    'the accuracy of the first evaluation suite determines the best commit'
+  ),
+  'greater_is_better': NotNeeded(
+    'the accuracy of the first evaluation suite determines the best commit'
+  ),
   'save_*': NotNeeded('a commit contains everything that resuming needs'),
   'logging_*': _LOGGED,
   'log_*': _LOGGED,
@@ -193,8 +203,8 @@ COMMON: Table = {
   'num_completions_to_print': NotNeeded('report.html shows rollouts'),
   'push_to_hub': _off(NotSupported('run jaxrl convert --push_to_hub=USER/NAME after the run')),
   'hub_*': NotNeeded('see jaxrl convert --push_to_hub'),
-  'disable_dropout': NotNeeded('there is no dropout'),
-  'router_aux_loss_coef': NotNeeded('mixtures of experts are not here'),
+  'disable_dropout': NotNeeded('models are trained without dropout'),
+  'router_aux_loss_coef': NotNeeded('mixture-of-experts models are not supported'),
   'pad_to_multiple_of': _PADDED,
   'padding_free': _PACKED,
   'pad_token': _PADDED,
@@ -204,7 +214,7 @@ COMMON: Table = {
   'use_liger_kernel': NotNeeded('XLA compiles and fuses every program'),
   'torch_compile': NotNeeded('XLA compiles and fuses every program'),
   'torch_compile_*': NotNeeded('XLA compiles and fuses every program'),
-  'torch_empty_cache_steps': NotNeeded('XLA plans its memory'),
+  'torch_empty_cache_steps': NotNeeded('XLA allocates memory in advance'),
   'remove_unused_columns': _LOADED,
   'group_by_length': _PACKED,
   'dataloader_*': _LOADED,
@@ -220,15 +230,15 @@ COMMON: Table = {
   'num_machines': _LAUNCHED,
   'machine_rank': _LAUNCHED,
   'main_process_*': _LAUNCHED,
-  'mixed_precision': NotNeeded('policy.dtype decides'),
+  'mixed_precision': NotNeeded('determined by policy.dtype'),
   'nproc_per_node': Mapped('stages.NAME.source'),
   'nnodes': _LAUNCHED,
-  'env': NotNeeded('set variables of the environment yourself'),
-  'callbacks': NotSupported('there are no callbacks; see metrics.jsonl and events.jsonl'),
-  'compute_metrics': NotSupported('a metric of answers is a scorer: rewards.scorers'),
-  'formatting_func': NotSupported('templates of the source convert rows to text'),
+  'env': NotNeeded('set environment variables yourself'),
+  'callbacks': NotSupported('callbacks are not supported; see metrics.jsonl and events.jsonl'),
+  'compute_metrics': NotSupported('write a metric of answers as a scorer: rewards.scorers'),
+  'formatting_func': NotSupported('convert rows to text with the templates of the source'),
 }
-"""Table of the arguments that all trainers have."""
+"""Table of the arguments that all trainers have in common."""
 
 _REFERENCE: Table = {
   'sync_ref_model': Mapped('reference'),
@@ -247,21 +257,21 @@ _ONLINE: Table = {
   'reward_funcs': Mapped('rewards.scorers'),
   'reward_weights': Mapped('rewards.scorers'),
   'reward_model_name_or_path': NotSupported(
-    'set reward_model.init_from and the scorer reward_model, serve it and use the scorer http, or '
-    'use the scorer judge'
+    'set reward_model.init_from and use the scorer reward_model; or serve the model and use the '
+    'scorer http; or use the scorer judge'
   ),
   'reward_processing_classes': NotNeeded('a served reward model has its own tokenizer'),
   'temperature': Mapped('stages.NAME.source.temperature', number),
-  'top_p': Choice({1: NotNeeded('the same')}, _GENERATION),
-  'top_k': Choice({0: NotNeeded('the same'), -1: NotNeeded('the same')}, _GENERATION),
+  'top_p': Choice({1: NotNeeded('the only value')}, _GENERATION),
+  'top_k': Choice({0: NotNeeded('always off'), -1: NotNeeded('always off')}, _GENERATION),
   'min_p': _GENERATION,
-  'repetition_penalty': Choice({1: NotNeeded('the same')}, _GENERATION),
+  'repetition_penalty': Choice({1: NotNeeded('always off')}, _GENERATION),
   'generation_kwargs': _GENERATION,
-  'chat_template_kwargs': _TEMPLATE,
+  'chat_template_kwargs': NotSupported('rollouts set no variables of the chat template'),
   'cache_implementation': NotNeeded('engines keep their own cache'),
   'ds3_gather_for_generation': _LAUNCHED,
   'shuffle_dataset': Choice(
-    {True: NotNeeded('the same')},
+    {True: NotNeeded('the default')},
     Mapped('stages.NAME.source.sampler.order', one_of({False: 'sequential'})),
   ),
   'mask_truncated_completions': Mapped('mask_truncated', boolean),
@@ -275,17 +285,19 @@ _ONLINE: Table = {
   'vllm_max_model_length': _with_vllm(Mapped('rollout.vllm.args.max_model_len', integer)),
   'vllm_structured_outputs_regex': _GENERATION,
   'vllm_guided_decoding_regex': _GENERATION,
-  'vllm_mode': NotNeeded('a run starts its own servers, or is given their rollout.vllm.addresses'),
-  'use_transformers_*': NotNeeded('engines are embedded and vllm'),
-  'transformers_*': NotNeeded('engines are embedded and vllm'),
-  'tools': NotSupported('turns and tools are a workflow: rollout.workflow'),
-  'rollout_func': NotSupported('a custom rollout is a workflow: rollout.workflow'),
-  'environment_factory': NotSupported('an environment is a workflow: rollout.workflow'),
-  'max_tool_calling_iterations': NotSupported('turns and tools are a workflow: rollout.workflow'),
+  'vllm_mode': NotNeeded('a run starts its own servers, or uses those at rollout.vllm.addresses'),
+  'use_transformers_*': NotNeeded('the engines are embedded and vllm'),
+  'transformers_*': NotNeeded('the engines are embedded and vllm'),
+  'tools': NotSupported('multi-turn rollouts and tools need a workflow: rollout.workflow'),
+  'rollout_func': NotSupported('write a custom rollout as a workflow: rollout.workflow'),
+  'environment_factory': NotSupported('write an environment as a workflow: rollout.workflow'),
+  'max_tool_calling_iterations': NotSupported(
+    'multi-turn rollouts and tools need a workflow: rollout.workflow'
+  ),
   **_REFERENCE,
 }
 _LATER: Table = {
-  'vllm_*': NotNeeded('an option of how TRL drives its engine'),
+  'vllm_*': NotNeeded("an internal option of TRL's engine"),
 }
 GRPO: Table = {
   **COMMON,
@@ -299,20 +311,21 @@ GRPO: Table = {
   'importance_sampling_level': Mapped('policy_loss'),
   'scale_rewards': Mapped('norm_adv_by_std'),
   'multi_objective_aggregation': Choice(
-    {'sum_then_normalize': NotNeeded('the same')}, NotSupported('scores are summed first')
+    {'sum_then_normalize': NotNeeded('the only value')},
+    NotSupported('scores are always summed before they are normalised'),
   ),
   'sapo_temperature_pos': Choice(
-    {'sapo': Mapped('tau_pos', number)}, NotNeeded('only SAPO reads it'), of='loss_type'
+    {'sapo': Mapped('tau_pos', number)}, NotNeeded('used only by SAPO'), of='loss_type'
   ),
   'sapo_temperature_neg': Choice(
-    {'sapo': Mapped('tau_neg', number)}, NotNeeded('only SAPO reads it'), of='loss_type'
+    {'sapo': Mapped('tau_neg', number)}, NotNeeded('used only by SAPO'), of='loss_type'
   ),
-  'vespo_*': NotNeeded('only VESPO reads it'),
+  'vespo_*': NotNeeded('used only by VESPO'),
   'entropy_coef': Mapped('entropy_coeff', number),
-  'use_adaptive_entropy': _off(NotSupported('the coefficient of the entropy is constant')),
-  'entropy_*': NotNeeded('the coefficient of the entropy is constant'),
+  'use_adaptive_entropy': _off(NotSupported('the entropy coefficient is constant')),
+  'entropy_*': NotNeeded('the entropy coefficient is constant'),
   'top_entropy_quantile': Choice(
-    {1: NotNeeded('the same')},
+    {1: NotNeeded('the only value')},
     NotSupported('the loss covers every token'),
   ),
   'off_policy_mask_threshold': Mapped('off_policy_seq_mask', number),
@@ -327,7 +340,9 @@ GRPO: Table = {
 RLOO: Table = {
   **COMMON,
   **_ONLINE,
-  'beta': NotSupported('the KL penalty of RLOO is not here; kl_loss_coef is a loss'),
+  'beta': NotSupported(
+    "RLOO's KL penalty in the reward is not supported; kl_loss_coef adds a KL loss"
+  ),
   'epsilon': Mapped('clip_ratio_low, clip_ratio_high'),
   'epsilon_high': Mapped('clip_ratio_high'),
   'normalize_advantages': _off(NotSupported('advantages of RLOO are not normalised')),
@@ -343,15 +358,16 @@ SFT: Table = {
   'eval_packing': _PACKED,
   'shuffle_dataset': NotNeeded('examples are always shuffled'),
   'truncation_mode': Choice(
-    {'keep_start': NotNeeded('the same')}, NotSupported('the start of a long row is kept')
+    {'keep_start': NotNeeded('the only mode')},
+    NotSupported('the start of a row that is too long is kept'),
   ),
-  'dataset_text_field': Choice({'text': NotNeeded('the same')}, Mapped('examples.NAME.text')),
+  'dataset_text_field': Choice({'text': NotNeeded('the default')}, Mapped('examples.NAME.text')),
   'completion_only_loss': Mapped('examples.NAME.loss_on'),
   'assistant_only_loss': Mapped('examples.NAME.loss_on'),
   'loss_type': Choice(
     {
-      'nll': NotNeeded('the same'),
-      'chunked_nll': NotNeeded('logits are computed for part of the tokens at a time'),
+      'nll': NotNeeded('the only loss'),
+      'chunked_nll': NotNeeded('logits are computed in chunks of tokens'),
     },
     NotSupported('the loss is the negative log-likelihood'),
   ),
@@ -361,20 +377,23 @@ DPO: Table = {
   **_REFERENCE,
   'beta': Mapped('beta', number),
   'loss_type': Mapped('loss_type'),
-  'loss_weights': NotSupported('there is one loss; sft_loss_coef adds that of the chosen answers'),
+  'loss_weights': NotSupported(
+    'DPO has one loss; sft_loss_coef adds the SFT loss of the chosen answers'
+  ),
   'rpo_alpha': Mapped('sft_loss_coef', number),
   'label_smoothing': Mapped('label_smoothing', number),
   'max_length': Mapped('rollout.max_prompt_length, rollout.max_response_length'),
   'max_prompt_length': Mapped('rollout.max_prompt_length', integer),
   'max_completion_length': Mapped('rollout.max_response_length', integer),
-  'truncation_mode': NotSupported('longer pairs are left out, and counted'),
+  'truncation_mode': NotSupported('pairs that are too long are left out and counted'),
   'f_divergence_type': Choice(
-    {'reverse_kl': NotNeeded('the same')}, NotSupported('the divergence is the reverse KL')
+    {'reverse_kl': NotNeeded('the only divergence')},
+    NotSupported('the divergence is the reverse KL'),
   ),
   'f_alpha_divergence_coef': NotNeeded('the divergence is the reverse KL'),
-  'use_weighting': _off(NotSupported('pairs weigh the same')),
-  'ld_alpha': NotSupported('every token of an answer counts'),
-  'discopop_tau': NotNeeded('only DiscoPOP reads it'),
+  'use_weighting': _off(NotSupported('all pairs have the same weight')),
+  'ld_alpha': NotSupported('all tokens of an answer have the same weight'),
+  'discopop_tau': NotNeeded('used only by DiscoPOP'),
   'precompute_ref_log_probs': NotNeeded('the reference is evaluated with each batch'),
   'precompute_ref_batch_size': NotNeeded('the reference is evaluated with each batch'),
   'model_adapter_name': _NO_ADAPTER,
@@ -433,6 +452,6 @@ DEFAULTS: Mapping[str, Mapping[str, Json]] = {
   },
   'rloo': {**_ONLINE_DEFAULTS, 'learning_rate': 1e-6, 'num_generations': 2},
 }
-"""TRL's defaults of arguments that determine this package's settings and may differ from its
-defaults, keyed by trainer.
+"""TRL's defaults, keyed by trainer, for the arguments that determine settings of this package and
+whose defaults may differ from this package's.
 """

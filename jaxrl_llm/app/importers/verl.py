@@ -45,7 +45,7 @@ def _algorithm(keys: Import, ours: dict[str, Json]) -> None:
   both = keys.read(f'{_A}clip_ratio', number)
   low = keys.read(f'{_A}clip_ratio_low', number, both)
   high = keys.read(f'{_A}clip_ratio_high', number, both)
-  ours['clip_ratio_low'] = min(low, 1.0)  # A ratio is never below 0.
+  ours['clip_ratio_low'] = min(low, 1.0)  # More has no effect: ratios are never below 0.
   ours['clip_ratio_high'] = high
   if loss == 'sapo':
     for option in ('clip_ratio_low', 'clip_ratio_high'):
@@ -64,7 +64,7 @@ def _algorithm(keys: Import, ours: dict[str, Json]) -> None:
     for option in ('kl_reward_coef', 'kl_reward_type'):
       del ours[option]
     keys.refuse(
-      'algorithm.use_kl_in_reward', f'{name} has one reward a sample; use the KL loss instead'
+      'algorithm.use_kl_in_reward', f'{name} has one reward per sample; use the KL loss instead'
     )
 
 
@@ -74,7 +74,7 @@ def _known(keys: Import, key: str, names: Mapping[str, str], otherwise: str) -> 
   """
   value = str(keys.get(key))
   if value not in names:
-    keys.refuse(key, f'wanted one of {", ".join(names)}; {otherwise} is written')
+    keys.refuse(key, f'wanted one of {", ".join(names)}; {otherwise} is written instead')
   return names.get(value, otherwise)
 
 
@@ -95,7 +95,7 @@ def _policy(keys: Import, ours: dict[str, Json]) -> None:
   critic = keys.get('critic.model.path')
   if isinstance(critic, str) and ours['stages.NAME.algorithm.name'] == 'ppo':
     if os.path.expanduser(critic) == path:
-      keys.spare('critic.model.path', 'a critic starts from the policy, with a fresh output')
+      keys.spare('critic.model.path', 'a critic starts from the policy, with a new output layer')
     else:
       ours['stages.NAME.critic.init_from'] = os.path.expanduser(critic)
 
@@ -109,7 +109,7 @@ def _files(keys: Import, key: str) -> list[str]:
   known = [file for file in files if file.endswith(('.parquet', '.jsonl'))]
   if len(known) < len(files):
     other = next(file for file in files if file not in known)
-    keys.refuse(key, f'{other}: sources are .parquet and .jsonl files; convert it')
+    keys.refuse(key, f'{other}: a source must be a .parquet or .jsonl file; convert it')
   return [os.path.expanduser(file) for file in known]
 
 
@@ -149,7 +149,7 @@ def _batch(keys: Import, ours: dict[str, Json]) -> None:
   if batch % max(mini, 1):
     keys.refuse(
       f'{_A}ppo_mini_batch_size',
-      f'{batch} prompts are not a multiple of it; stages.NAME.minibatches is '
+      f'it does not divide the {batch} prompts of a batch; stages.NAME.minibatches is rounded to '
       f'{ours["stages.NAME.minibatches"]}',
     )
   longest = ours['rollout.max_prompt_length'] + ours['rollout.max_response_length']
@@ -194,7 +194,7 @@ def _correction(keys: Import, ours: dict[str, Json]) -> None:
     if low and ours['rollout_is'] == 'token':
       ours['rollout_is'], ours['rollout_is_lower'] = 'icepop', float(low)
     elif low:
-      keys.refuse(f'{prefix}rollout_is_threshold', 'a sequence has no lower bound of its weight')
+      keys.refuse(f'{prefix}rollout_is_threshold', 'weights of sequences have no lower bound')
   except ValueError:
     keys.refuse(f'{prefix}rollout_is_threshold', 'wanted a number, or low_high')
 
@@ -203,7 +203,7 @@ def _rewards(keys: Import, ours: dict[str, Json]) -> None:
   path = keys.get('custom_reward_function.path')
   if not isinstance(path, str):
     for key in list(keys.named('custom_reward_function.')):
-      keys.spare(f'custom_reward_function.{key}', 'there is no custom_reward_function.path')
+      keys.spare(f'custom_reward_function.{key}', 'custom_reward_function.path is not set')
     ours['rewards.scorers'] = [{'name': 'answer'}]
     return
   name = keys.get('custom_reward_function.name')
@@ -220,7 +220,7 @@ def _engine(keys: Import, ours: dict[str, Json]) -> None:
   ours['rollout.engine'] = ENGINES.get(str(engine), 'vllm')
   if engine not in ENGINES:
     keys.refuse(
-      'actor_rollout_ref.rollout.name', 'engines are embedded and vllm; rollout.engine is vllm'
+      'actor_rollout_ref.rollout.name', 'the engines are embedded and vllm; vllm is written instead'
     )
   if ours['rollout.engine'] != 'vllm':
     for name in [name for name in ours if name.startswith('rollout.vllm.')]:

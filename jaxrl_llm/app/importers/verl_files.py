@@ -1,4 +1,4 @@
-"""Reads configurations for verl: shell scripts that start its trainer, and YAML files."""
+"""Reads verl configurations: shell scripts that start verl's trainer, and YAML files."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _given(command: Command, index: int) -> Given:
 
 
 def _resolved(values: Mapping[str, Json]) -> list[Given]:
-  """Replaces references to other keys of the file, such as `${data.max_prompt_length}`, by their
-  values. References in these values are not replaced.
+  """Replaces references to other keys of the file, such as `${data.max_prompt_length}`, with their
+  values. References inside these values are not replaced.
   """
   given = []
   for key, value in values.items():

@@ -1,7 +1,7 @@
 """Table of verl's keys: their defaults, and their counterparts in this package.
 
 Sources: verl's documentation of its configuration and its `ppo_trainer.yaml`, versions 0.4 to 0.9.
-docs/reference/equality.md lists those of its losses that are equal to ours.
+docs/reference/equality.md lists the losses of verl that are equal to this package's.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ DEFAULTS: Mapping[str, Json] = {
   'reward_model.enable': False,
   'trainer.total_epochs': 30,
 }
-"""verl's defaults of keys that determine this package's settings and may differ from its
-defaults.
+"""verl's defaults, for the keys that determine settings of this package and whose defaults may
+differ from this package's.
 """
 
 ESTIMATORS: Mapping[str, str] = {
@@ -97,23 +97,23 @@ _DTYPES = {
   **dict.fromkeys(('float32', 'fp32'), 'float32'),
 }
 
-_PACKED = NotNeeded('packing decides micro-batches; learner.chunks_per_rank bounds their memory')
+_PACKED = NotNeeded('micro-batches are made by packing; learner.chunks_per_rank limits their size')
 _COMPILED = NotNeeded('XLA compiles and fuses every program')
-_RAY = NotNeeded('there is no Ray; jaxrl launch starts the processes of a job')
+_RAY = NotNeeded('Ray is not used; jaxrl launch starts the processes of a job')
 _PROFILED = NotNeeded('a run always records its timeline; see report.html')
 _ONE_MESH = NotNeeded('learner.mesh shards policy, reference and critic alike')
 _MEGATRON = NotNeeded('an option of Megatron')
-_VLLM = NotNeeded('an option of how verl drives its engine')
-_ROWS = NotNeeded("verl's rows are read as they are")
+_VLLM = NotNeeded("an internal option of verl's engine")
+_ROWS = NotNeeded("rows in verl's format are read directly")
 _NO_CRITIC = NotNeeded('only PPO (adv_estimator=gae) has a critic')
 _NO_IMAGES = NotSupported('policies read text only')
-_NO_TURNS = NotSupported('turns and tools are a workflow: rollout.workflow')
+_NO_TURNS = NotSupported('multi-turn rollouts and tools need a workflow: rollout.workflow')
 _NO_REWARD_MODEL = NotSupported(
-  'set reward_model.init_from and the scorer reward_model, serve it and use the scorer http, or '
-  'use the scorer judge'
+  'set reward_model.init_from and use the scorer reward_model; or serve the model and use the '
+  'scorer http; or use the scorer judge'
 )
-_NO_CODE = NotSupported("a checkpoint's own code is never run")
-_NO_FILTER = NotSupported('training samples from the whole distribution')
+_NO_CODE = NotSupported('code in a checkpoint is never run')
+_NO_FILTER = NotSupported('training needs samples from the whole distribution')
 
 
 def _if_used(row: Row) -> Choice:
@@ -127,7 +127,7 @@ def _for_critic(row: Row) -> Choice:
   return Choice({'gae': row}, _NO_CRITIC, of='algorithm.adv_estimator')
 
 
-def _off(row: Row, why: str = 'the same here') -> Choice:
+def _off(row: Row, why: str = 'always off') -> Choice:
   """Returns the table row of a key that is not needed if its value is false, for the reason `why`.
   Other values are treated like `row`.
   """
@@ -141,15 +141,17 @@ _ACTOR: Table = {
   'optim.lr_scheduler_type': Mapped('stages.NAME.optimizer.schedule', one_of(_SCHEDULES)),
   'optim.warmup_style': Mapped('stages.NAME.optimizer.schedule', one_of(_SCHEDULES)),
   'optim.lr_decay_style': Mapped('stages.NAME.optimizer.schedule', one_of(_SCHEDULES)),
-  'optim.lr_decay_steps': NotSupported('a schedule ends with its stage'),
+  'optim.lr_decay_steps': NotSupported('a learning-rate schedule ends with its stage'),
   'optim.min_lr_ratio': Mapped('stages.NAME.optimizer.end_lr_fraction', number),
-  'optim.min_lr': NotSupported('set stages.NAME.optimizer.end_lr_fraction, a share of the peak'),
+  'optim.min_lr': NotSupported('set stages.NAME.optimizer.end_lr_fraction, a fraction of the peak'),
   'optim.weight_decay': Mapped('stages.NAME.optimizer.weight_decay', number),
   'optim.betas': Mapped('stages.NAME.optimizer.b1, stages.NAME.optimizer.b2'),
   'optim.clip_grad': Mapped('stages.NAME.optimizer.max_grad_norm', number),
-  'optim.total_training_steps': NotNeeded('the stage knows its number of updates'),
+  'optim.total_training_steps': NotNeeded(
+    'the number of updates follows from the length of the stage'
+  ),
   'optim.optimizer': Choice(
-    {'AdamW': NotNeeded('the same'), 'adam': NotNeeded('AdamW')},
+    {'AdamW': NotNeeded('the only optimizer'), 'adam': NotNeeded('AdamW is used')},
     NotSupported('the optimizer is AdamW'),
   ),
   'optim.override_optimizer_config.*': NotNeeded("an option of PyTorch's or Megatron's optimizer"),
@@ -182,19 +184,19 @@ _ACTOR: Table = {
   ),
   'loss_scale_factor': Mapped('loss_scale_factor', number),
   'policy_loss.loss_mode': Mapped('stages.NAME.algorithm.name, policy_loss'),
-  'policy_loss.*': NotSupported('an option of a loss that is not here'),
+  'policy_loss.*': NotSupported('an option of a loss that this package does not have'),
   'tau_pos': Choice(
     {'sapo': Mapped('tau_pos', number)},
-    NotNeeded('only SAPO reads it'),
+    NotNeeded('used only by SAPO'),
     of='actor_rollout_ref.actor.policy_loss.loss_mode',
   ),
   'tau_neg': Choice(
     {'sapo': Mapped('tau_neg', number)},
-    NotNeeded('only SAPO reads it'),
+    NotNeeded('used only by SAPO'),
     of='actor_rollout_ref.actor.policy_loss.loss_mode',
   ),
   'entropy_coeff': Mapped('entropy_coeff', number),
-  'use_kl_loss': Choice({True: Mapped('kl_loss_coef')}, NotNeeded('no KL term is the default')),
+  'use_kl_loss': Choice({True: Mapped('kl_loss_coef')}, NotNeeded('the default has no KL term')),
   'kl_loss_coef': Choice(
     {True: Mapped('kl_loss_coef', number)},
     NotNeeded('use_kl_loss is off'),
@@ -207,27 +209,28 @@ _ACTOR: Table = {
   ),
   'tis_imp_ratio_cap': Mapped('rollout_is, rollout_is_threshold'),
   'shuffle': NotNeeded('sequences are dealt to minibatches by a seeded permutation'),
-  'data_loader_seed': NotNeeded('`seed` decides every order'),
+  'data_loader_seed': NotNeeded('`seed` determines every order'),
   'ulysses_sequence_parallel_size': Mapped('learner.mesh.sequence', integer),
   'fsdp_config.ulysses_sequence_parallel_size': Mapped('learner.mesh.sequence', integer),
   'megatron.context_parallel_size': Mapped('learner.mesh.sequence', integer),
   'megatron.tensor_model_parallel_size': Mapped('learner.mesh.tensor', integer),
   'megatron.pipeline_model_parallel_size': Choice(
-    {1: NotNeeded('one stage')},
-    NotSupported('there is no pipeline axis; learner.mesh.fsdp shards instead'),
+    {1: NotNeeded('the pipeline has one stage')},
+    NotSupported('pipeline parallelism is not supported; shard with learner.mesh.fsdp'),
   ),
   'megatron.expert_model_parallel_size': Choice(
-    {1: NotNeeded('one shard')}, NotSupported('mixtures of experts are not here')
+    {1: NotNeeded('experts are not sharded')},
+    NotSupported('mixture-of-experts models are not supported'),
   ),
-  'megatron.param_offload': _off(NotSupported('parameters are always on the devices')),
+  'megatron.param_offload': _off(NotSupported('parameters always stay on the devices')),
   'megatron.optimizer_offload': Mapped('stages.NAME.optimizer.offload', boolean),
-  'megatron.grad_offload': NotNeeded('gradients live for one update only'),
-  'megatron.seed': NotNeeded('`seed` decides every order'),
+  'megatron.grad_offload': NotNeeded('gradients exist only during an update'),
+  'megatron.seed': NotNeeded('`seed` determines every order'),
   'megatron.*': _MEGATRON,
   'fsdp_config.fsdp_size': Mapped('learner.mesh.fsdp'),
-  'fsdp_config.param_offload': _off(NotSupported('parameters are always on the devices')),
+  'fsdp_config.param_offload': _off(NotSupported('parameters always stay on the devices')),
   'fsdp_config.optimizer_offload': Mapped('stages.NAME.optimizer.offload', boolean),
-  'fsdp_config.offload_policy': _off(NotSupported('parameters are always on the devices')),
+  'fsdp_config.offload_policy': _off(NotSupported('parameters always stay on the devices')),
   'fsdp_config.model_dtype': Mapped('policy.param_dtype', one_of(_DTYPES)),
   'fsdp_config.dtype': Mapped('policy.dtype', one_of(_DTYPES)),
   'fsdp_config.*': _ONE_MESH,
@@ -237,12 +240,10 @@ _ACTOR: Table = {
   'use_torch_compile': _COMPILED,
   'use_fused_kernels': _COMPILED,
   'use_remove_padding': NotNeeded('sequences are always packed'),
-  'entropy_checkpointing': NotNeeded('logits are computed for part of the tokens at a time'),
-  'entropy_from_logits_with_chunking': NotNeeded(
-    'logits are computed for part of the tokens at a time'
-  ),
+  'entropy_checkpointing': NotNeeded('logits are computed in chunks of tokens'),
+  'entropy_from_logits_with_chunking': NotNeeded('logits are computed in chunks of tokens'),
   'calculate_entropy': NotNeeded('the entropy is always measured'),
-  'router_replay.*': NotSupported('mixtures of experts are not here'),
+  'router_replay.*': NotSupported('mixture-of-experts models are not supported'),
   'profiler.*': _PROFILED,
 }
 
@@ -250,14 +251,15 @@ _ROLLOUT: Table = {
   'name': Mapped('rollout.engine'),
   'n': Mapped('stages.NAME.source.group_size', integer),
   'temperature': Mapped('stages.NAME.source.temperature', number),
-  'top_p': Choice({1: NotNeeded('the same')}, _NO_FILTER),
-  'top_k': Choice({-1: NotNeeded('the same'), 0: NotNeeded('the same')}, _NO_FILTER),
-  'do_sample': Choice({True: NotNeeded('the same')}, NotSupported('training needs samples')),
+  'top_p': Choice({1: NotNeeded('the only value')}, _NO_FILTER),
+  'top_k': Choice({-1: NotNeeded('always off'), 0: NotNeeded('always off')}, _NO_FILTER),
+  'do_sample': Choice({True: NotNeeded('always on')}, NotSupported('training needs sampling')),
   'tensor_model_parallel_size': Mapped('rollout.vllm.args.tensor_parallel_size', integer),
   'pipeline_model_parallel_size': Mapped('rollout.vllm.args.pipeline_parallel_size', integer),
-  'data_parallel_size': NotNeeded('rollout.vllm.servers is the number of servers'),
+  'data_parallel_size': NotNeeded('rollout.vllm.servers sets the number of servers'),
   'expert_parallel_size': Choice(
-    {1: NotNeeded('one shard')}, NotSupported('mixtures of experts are not here')
+    {1: NotNeeded('experts are not sharded')},
+    NotSupported('mixture-of-experts models are not supported'),
   ),
   'gpu_memory_utilization': Mapped('rollout.vllm.args.gpu_memory_utilization', number),
   'max_num_batched_tokens': Mapped('rollout.vllm.args.max_num_batched_tokens', integer),
@@ -268,11 +270,11 @@ _ROLLOUT: Table = {
   'enforce_eager': Mapped('rollout.vllm.args.enforce_eager', boolean),
   'quantization': Mapped('rollout.vllm.args.quantization', text),
   'engine_kwargs.vllm.*': Mapped('rollout.vllm.args.*', any_value),
-  'engine_kwargs.*': NotSupported('engines are embedded and vllm'),
+  'engine_kwargs.*': NotSupported('the engines are embedded and vllm'),
   'dtype': Mapped('rollout.vllm.dtype', one_of(_DTYPES)),
-  'prompt_length': NotNeeded('rollout.max_prompt_length has it, from data'),
-  'response_length': NotNeeded('rollout.max_response_length has it, from data'),
-  'ignore_eos': _off(NotSupported('a response ends at its end token')),
+  'prompt_length': NotNeeded('rollout.max_prompt_length is set by data.max_prompt_length'),
+  'response_length': NotNeeded('rollout.max_response_length is set by data.max_response_length'),
+  'ignore_eos': _off(NotSupported('a response always ends at the end token')),
   'mode': NotNeeded('requests are always asynchronous'),
   'calculate_log_probs': NotNeeded('engines always return logprobs'),
   'val_kwargs.n': Mapped('evaluation.NAME.samples'),
@@ -282,11 +284,15 @@ _ROLLOUT: Table = {
   'val_kwargs.top_k': Mapped('evaluation.NAME.top_k'),
   'multi_turn.format': NotNeeded("the model's own chat template is used"),
   'multi_turn.*': _NO_TURNS,
-  'agent.num_workers': NotNeeded('rollout.explorers is the number of processes'),
+  'agent.num_workers': NotNeeded('rollout.explorers sets the number of processes'),
   'agent.*': _NO_TURNS,
-  'over_sample_rate': Choice({0: NotNeeded('none')}, NotSupported('groups are never cut short')),
+  'over_sample_rate': Choice(
+    {0: NotNeeded('always 0')}, NotSupported('groups are never cut short')
+  ),
   'skip_rollout': _off(NotSupported('jaxrl replay repeats an update from stored rollouts')),
-  'enable_rollout_routing_replay': _off(NotSupported('mixtures of experts are not here')),
+  'enable_rollout_routing_replay': _off(
+    NotSupported('mixture-of-experts models are not supported')
+  ),
   'log_prob_micro_batch_size': _PACKED,
   'log_prob_micro_batch_size_per_gpu': _PACKED,
   'log_prob_use_dynamic_bsz': _PACKED,
@@ -311,7 +317,7 @@ _MODEL: Table = {
   'torch_dtype': Mapped('policy.dtype', one_of(_DTYPES)),
   'enable_gradient_checkpointing': Mapped('policy.remat', one_of({True: 'full', False: 'none'})),
   'enable_activation_offload': Choice(
-    {False: NotNeeded('the same')}, Mapped('policy.remat', one_of({True: 'offload'}))
+    {False: NotNeeded('the default')}, Mapped('policy.remat', one_of({True: 'offload'}))
   ),
   'lora_rank': Mapped('policy.lora.rank'),
   'lora.rank': Mapped('policy.lora.rank'),
@@ -320,11 +326,11 @@ _MODEL: Table = {
   'target_modules': Mapped('policy.lora.targets'),
   'exclude_modules': NotSupported('list the projections in policy.lora.targets'),
   'lora_adapter_path': NotSupported('merge the adapter into the checkpoint first'),
-  'lora.*': NotSupported('an option of LoRA that is not here'),
+  'lora.*': NotSupported('an option of LoRA that this package does not have'),
   'override_config.*': NotSupported("the checkpoint's own config.json decides"),
-  'tokenizer_path': NotSupported('a checkpoint brings its own tokenizer'),
-  'custom_chat_template': NotSupported('a checkpoint brings its own chat template'),
-  'external_lib': NotSupported('families are built in'),
+  'tokenizer_path': NotSupported("the checkpoint's tokenizer is always used"),
+  'custom_chat_template': NotSupported("the checkpoint's chat template is always used"),
+  'external_lib': NotSupported('model families are built in'),
   'trust_remote_code': _off(_NO_CODE),
   'use_remove_padding': NotNeeded('sequences are always packed'),
   'use_fused_kernels': _COMPILED,
@@ -332,7 +338,7 @@ _MODEL: Table = {
   'use_liger': _COMPILED,
   'tiled_mlp.*': _COMPILED,
   'use_shm': NotNeeded('checkpoints are read in place'),
-  'mtp.*': NotSupported('multi-token prediction is not here'),
+  'mtp.*': NotSupported('multi-token prediction is not supported'),
 }
 
 _CRITIC: Table = {
@@ -347,17 +353,17 @@ _CRITIC: Table = {
   'model.path': Mapped('stages.NAME.critic.init_from'),
   'model.fsdp_config.optimizer_offload': Mapped('stages.NAME.critic.optimizer.offload', boolean),
   'fsdp.optimizer_offload': Mapped('stages.NAME.critic.optimizer.offload', boolean),
-  'model.fsdp_config.param_offload': _off(NotSupported('parameters are always on the devices')),
-  'fsdp.param_offload': _off(NotSupported('parameters are always on the devices')),
+  'model.fsdp_config.param_offload': _off(NotSupported('parameters always stay on the devices')),
+  'fsdp.param_offload': _off(NotSupported('parameters always stay on the devices')),
   'model.enable_gradient_checkpointing': NotNeeded('policy.remat applies to the critic too'),
   'model.trust_remote_code': _off(_NO_CODE),
   'cliprange_value': Mapped('cliprange_value', number),
   'loss_agg_mode': Choice(
-    {'token-mean': NotNeeded('the same')}, NotSupported("the critic's loss is a token-mean")
+    {'token-mean': NotNeeded('the only mode')}, NotSupported("the critic's loss is a token-mean")
   ),
   'ppo_epochs': NotNeeded('stages.NAME.epochs applies to the critic too'),
   'ppo_mini_batch_size': NotNeeded('stages.NAME.minibatches applies to the critic too'),
-  '*': NotNeeded('what the policy has applies to the critic too'),
+  '*': NotNeeded("the policy's setting applies to the critic too"),
 }
 
 TABLE: Table = {
@@ -366,22 +372,22 @@ TABLE: Table = {
   'data.train_max_samples': Mapped('tasksets.NAME.size'),
   'data.val_max_samples': Mapped('evaluation.NAME.tasks'),
   'data.train_batch_size': Mapped('stages.NAME.source.groups_per_batch', integer),
-  'data.gen_batch_size': NotNeeded('groups that replace dropped ones start by themselves'),
-  'data.val_batch_size': NotNeeded('an evaluation runs its whole suite'),
+  'data.gen_batch_size': NotNeeded('dropped groups are replaced automatically'),
+  'data.val_batch_size': NotNeeded('an evaluation always runs its whole suite'),
   'data.max_prompt_length': Mapped('rollout.max_prompt_length', integer),
   'data.max_response_length': Mapped('rollout.max_response_length', integer),
   'data.shuffle': Choice(
-    {True: NotNeeded('the same')},
+    {True: NotNeeded('the default')},
     Mapped('stages.NAME.source.sampler.order', one_of({False: 'sequential'})),
   ),
   'data.seed': Mapped('seed', integer),
   'data.filter_overlong_prompts': Choice(
-    {True: NotNeeded('longer prompts are always skipped, and counted')},
-    NotSupported('longer prompts are always skipped, and counted'),
+    {True: NotNeeded('prompts that are too long are always skipped and counted')},
+    NotSupported('prompts that are too long are always skipped and counted'),
   ),
   'data.truncation': Choice(
-    {'error': NotNeeded('longer prompts are always skipped, and counted')},
-    NotSupported('prompts are never cut; longer ones are skipped, and counted'),
+    {'error': NotNeeded('prompts that are too long are always skipped and counted')},
+    NotSupported('prompts are never truncated; those that are too long are skipped and counted'),
   ),
   'data.prompt_key': Choice(
     {'prompt': _ROWS}, NotSupported('name the column `prompt`, or set tasksets.NAME.prompt')
@@ -392,25 +398,27 @@ TABLE: Table = {
   'data.image_key': Choice({'images': _ROWS}, _NO_IMAGES),
   'data.video_key': Choice({'videos': _ROWS}, _NO_IMAGES),
   'data.trust_remote_code': _off(_NO_CODE),
-  'data.custom_cls.*': NotSupported('write the rows of a custom source to a file'),
-  'data.sampler.*': NotSupported('orders are stages.NAME.source.sampler'),
-  'data.datagen.*': NotSupported('procedural tasks are sources reasoning_gym:NAME'),
-  'data.apply_chat_template_kwargs.*': NotSupported('the chat template has its own defaults'),
-  'data.tokenizer': NotSupported('a checkpoint brings its own tokenizer'),
+  'data.custom_cls.*': NotSupported('write the rows of the custom dataset to a file'),
+  'data.sampler.*': NotSupported('set the order of tasks in stages.NAME.source.sampler'),
+  'data.datagen.*': NotSupported('for procedural tasks, use the source reasoning_gym:NAME'),
+  'data.apply_chat_template_kwargs.*': NotSupported(
+    'rollouts set no variables of the chat template'
+  ),
+  'data.tokenizer': NotSupported("the checkpoint's tokenizer is always used"),
   'data.tool_config_path': _NO_TURNS,
-  'data.*': NotNeeded('an option of how verl loads rows'),
+  'data.*': NotNeeded("an option of verl's data loading"),
   **{f'actor_rollout_ref.actor.{key}': row for key, row in _ACTOR.items()},
   **{f'actor_rollout_ref.rollout.{key}': row for key, row in _ROLLOUT.items()},
   **{f'actor_rollout_ref.model.{key}': row for key, row in _MODEL.items()},
-  'actor_rollout_ref.ref.*': NotNeeded("the reference is the policy's copy, on the same mesh"),
-  'actor_rollout_ref.hybrid_engine': NotNeeded('rollout.engine decides'),
+  'actor_rollout_ref.ref.*': NotNeeded('the reference is a copy of the policy, on the same mesh'),
+  'actor_rollout_ref.hybrid_engine': NotNeeded('determined by rollout.engine'),
   'actor_rollout_ref.nccl_timeout': NotNeeded('coordination has its own deadlines'),
   'algorithm.adv_estimator': Mapped('stages.NAME.algorithm.name'),
   'algorithm.norm_adv_by_std_in_grpo': Mapped('norm_adv_by_std', boolean),
   'algorithm.gamma': Mapped('gamma', number),
   'algorithm.lam': Mapped('lam', number),
   'algorithm.use_kl_in_reward': Choice(
-    {True: Mapped('kl_reward_coef')}, NotNeeded('no KL term is the default')
+    {True: Mapped('kl_reward_coef')}, NotNeeded('the default has no KL term')
   ),
   'algorithm.kl_penalty': Choice(
     {True: Mapped('kl_reward_type', one_of(_ESTIMATES))},
@@ -423,7 +431,8 @@ TABLE: Table = {
     of='algorithm.use_kl_in_reward',
   ),
   'algorithm.kl_ctrl.type': Choice(
-    {'adaptive': Mapped('kl_target, kl_horizon')}, NotNeeded('a constant is the default')
+    {'adaptive': Mapped('kl_target, kl_horizon')},
+    NotNeeded('the default is a constant coefficient'),
   ),
   'algorithm.kl_ctrl.target_kl': Choice(
     {'adaptive': Mapped('kl_target', number)},
@@ -438,39 +447,41 @@ TABLE: Table = {
   'algorithm.filter_groups.enable': Mapped(
     'stages.NAME.source.selection.kind', one_of({True: 'mixed', False: 'all'})
   ),
-  'algorithm.filter_groups.metric': NotNeeded('groups are compared by their rewards'),
+  'algorithm.filter_groups.metric': NotNeeded('groups are selected by their rewards'),
   'algorithm.filter_groups.max_num_gen_batches': NotSupported(
-    'the limit counts groups: stages.NAME.source.max_dropped_groups'
+    'set the limit in groups: stages.NAME.source.max_dropped_groups'
   ),
   'algorithm.rollout_correction.rollout_is': Mapped('rollout_is'),
   'algorithm.rollout_correction.rollout_is_threshold': Mapped(
     'rollout_is_threshold, rollout_is_lower'
   ),
   'algorithm.rollout_correction.rollout_is_batch_normalize': _off(
-    NotSupported('weights are not divided by their mean')
+    NotSupported('importance weights are not divided by their mean')
   ),
   'algorithm.rollout_correction.bypass_mode': Mapped('bypass_old_logprobs', boolean),
   'algorithm.rollout_correction.loss_type': Choice(
-    {'ppo_clip': NotNeeded('the same')},
+    {'ppo_clip': NotNeeded('the default')},
     NotSupported("see docs/reference/equality.md: policy_loss='cispo'"),
   ),
-  'algorithm.rollout_correction.*': NotSupported('rollout_rs_low and rollout_rs_high reject here'),
-  'algorithm.*': NotSupported('an option of an algorithm that is not here'),
+  'algorithm.rollout_correction.*': NotSupported(
+    'for rejection sampling, set rollout_rs_low and rollout_rs_high'
+  ),
+  'algorithm.*': NotSupported('an option of an algorithm that this package does not have'),
   **{f'critic.{key}': _for_critic(row) for key, row in _CRITIC.items()},
   'trainer.critic_warmup': _for_critic(Mapped('critic_warmup', integer)),
   'custom_reward_function.path': Mapped('rewards.scorers'),
   'custom_reward_function.name': Mapped('rewards.scorers'),
   'custom_reward_function.reward_kwargs.*': Mapped('rewards.scorers'),
-  'reward_model.enable': _off(_NO_REWARD_MODEL),
+  'reward_model.enable': _off(_NO_REWARD_MODEL, 'off by default'),
   'reward_model.reward_manager': Choice(
     {
-      name: NotNeeded('a scorer may receive whole groups')
+      name: NotNeeded('scorers replace reward managers; they may receive whole groups')
       for name in ('naive', 'dapo', 'prime', 'batch')
     },
-    NotSupported('a custom reward manager is a scorer: rewards.scorers'),
+    NotSupported('write a custom reward manager as a scorer: rewards.scorers'),
   ),
   'reward_model.reward_kwargs.overlong_buffer_cfg.enable': Choice(
-    {True: Mapped('overlong_buffer_len')}, NotNeeded('no penalty is the default')
+    {True: Mapped('overlong_buffer_len')}, NotNeeded('the default has no penalty')
   ),
   'reward_model.reward_kwargs.overlong_buffer_cfg.len': Choice(
     {True: Mapped('overlong_buffer_len', integer)},
@@ -485,14 +496,16 @@ TABLE: Table = {
   'reward_model.reward_kwargs.overlong_buffer_cfg.log': NotNeeded(
     'critic/score and critic/rewards show the penalty'
   ),
-  'reward_model.reward_kwargs.max_resp_len': NotNeeded('rollout.max_response_length has it'),
-  'reward_model.reward_kwargs.*': NotSupported('options of a scorer are in rewards.scorers'),
-  'reward_model.sandbox_fusion.*': NotSupported('programs run in a sandbox here: the scorer code'),
+  'reward_model.reward_kwargs.max_resp_len': NotNeeded('rollout.max_response_length is used'),
+  'reward_model.reward_kwargs.*': NotSupported('set options of scorers in rewards.scorers'),
+  'reward_model.sandbox_fusion.*': NotSupported(
+    'use the scorer code, which runs programs in a sandbox'
+  ),
   'reward_model.launch_reward_fn_async': NotNeeded('scorers always run during generation'),
   'reward_model.use_reward_loop': NotNeeded('scorers always run during generation'),
   'reward_model.num_workers': Mapped('rewards.workers', integer),
   'reward_model.*': _if_used(_NO_REWARD_MODEL),
-  'reward_manager.*': NotNeeded('a scorer may receive whole groups'),
+  'reward_manager.*': NotNeeded('scorers replace reward managers; they may receive whole groups'),
   'trainer.experiment_name': Mapped('name'),
   'trainer.project_name': Mapped('logging.wandb.project'),
   'trainer.logger': Mapped('logging.wandb.project'),
@@ -504,19 +517,22 @@ TABLE: Table = {
   'trainer.max_ckpt_to_keep': Mapped('checkpoint.keep', integer),
   'trainer.max_critic_ckpt_to_keep': NotNeeded('a commit contains the critic too'),
   'trainer.val_before_train': _off(
-    NotSupported('evaluate the start with jaxrl evaluate'), 'evaluations follow training steps'
+    NotSupported('evaluate the initial policy with jaxrl evaluate'),
+    'evaluations follow training steps',
   ),
-  'trainer.val_only': _off(NotSupported('jaxrl evaluate')),
-  'trainer.resume_mode': NotNeeded('the same command resumes'),
-  'trainer.resume_from_path': NotSupported('the same command with the same --workdir resumes'),
-  'trainer.default_local_dir': NotNeeded('--workdir=DIR'),
+  'trainer.val_only': _off(NotSupported('use jaxrl evaluate')),
+  'trainer.resume_mode': NotNeeded('the same command resumes the run'),
+  'trainer.resume_from_path': NotSupported(
+    'the same command with the same --workdir resumes the run'
+  ),
+  'trainer.default_local_dir': NotNeeded('pass --workdir=DIR to jaxrl train'),
   'trainer.default_hdfs_dir': NotSupported('runs are written to a directory'),
   'trainer.rollout_data_dir': NotNeeded(
-    'rollouts/ of the run has them (logging.transcript_tokens)'
+    "the run's rollouts/ has all rollouts (logging.transcript_tokens)"
   ),
-  'trainer.validation_data_dir': NotNeeded('evals/ of the run has every answer'),
+  'trainer.validation_data_dir': NotNeeded("the run's evals/ has all answers"),
   'trainer.log_val_generations': NotNeeded('report.html shows them'),
-  'trainer.n_gpus_per_node': NotNeeded('the mesh takes every device of the job'),
+  'trainer.n_gpus_per_node': NotNeeded('the mesh uses all devices of the job'),
   'trainer.nnodes': NotNeeded('jaxrl launch starts a job on several machines'),
   'trainer.device': NotNeeded('JAX finds its devices'),
   'trainer.balance_batch': NotNeeded('batches are always balanced over ranks'),
@@ -528,18 +544,18 @@ TABLE: Table = {
   '--config-path': NotNeeded('an option of Hydra'),
   '--config-name': Choice(
     {
-      name: NotNeeded("this importer has verl's defaults")
+      name: NotNeeded("the importer knows verl's defaults")
       for name in (
         *('ppo_trainer', 'ppo_trainer.yaml'),
         *('ppo_megatron_trainer', 'ppo_megatron_trainer.yaml'),
       )
     },
-    NotSupported('import that YAML file too, and merge the two configurations'),
+    NotSupported('import that YAML file too, and merge the two configurations by hand'),
   ),
   'hydra.*': NotNeeded('an option of Hydra'),
   'hydra': NotNeeded('an option of Hydra'),
-  'defaults': NotNeeded("Hydra's list of files; this importer has verl's defaults"),
+  'defaults': NotNeeded("a list of files for Hydra; the importer knows verl's defaults"),
   'global_profiler.*': _PROFILED,
-  '*._target_': NotNeeded('the name of a class of verl'),
+  '*._target_': NotNeeded('the name of a verl class'),
 }
 """Table of verl's keys."""

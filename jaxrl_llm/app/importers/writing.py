@@ -56,7 +56,7 @@ def changed(record: Any) -> dict[str, Any]:
 
 
 def _records(value: Any) -> Iterator[Any]:
-  """Yields the dataclasses that the source text of a value mentions."""
+  """Yields the dataclass instances that appear in the source text of a value."""
   if dataclasses.is_dataclass(value):
     yield value
     for field in changed(value).values():

@@ -57,6 +57,7 @@ def test_a_file_is_never_overwritten_unasked(tmp_path, monkeypatch, capsys):
   source = tmp_path / 'copy.py'
   source.write_bytes((FILES / 'trl_dpo.py').read_bytes())
   assert run('import-trl', 'copy.py', '--overwrite') == 2
+  assert 'copy.py: is the file to import' in capsys.readouterr().err
   assert source.read_bytes() == (FILES / 'trl_dpo.py').read_bytes()
 
 
@@ -67,7 +68,10 @@ def test_a_file_is_never_overwritten_unasked(tmp_path, monkeypatch, capsys):
     (['import-verl', 'nowhere.sh'], 'nowhere.sh: cannot be read'),
     (['import-verl', '.'], 'cannot be read'),
     (['import-verl', str(FILES / 'verl_grpo.sh'), '--define=X'], '--define=X: wanted NAME=VALUE'),
-    (['import-verl', str(FILES / 'verl_grpo.sh'), '--output=x.txt'], 'wanted a file ending .py'),
+    (
+      ['import-verl', str(FILES / 'verl_grpo.sh'), '--output=x.txt'],
+      'wanted a file name that ends in .py',
+    ),
     (['import-verl', str(FILES / 'verl_grpo.sh'), '--output=no/x.py'], 'cannot be written'),
     (['import-trl', str(FILES / 'verl_grpo.sh')], 'no command starts a trainer'),
     (['import-trl', str(FILES / 'trl_dpo.py'), '--trainer=ppo'], 'flag --trainer=ppo'),

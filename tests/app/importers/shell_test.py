@@ -96,11 +96,11 @@ def test_long_numbers_are_not_computed_with():
 @pytest.mark.parametrize(
   ('text', 'words'),
   [
-    ('a "b', 'no closing "'),
-    ("a 'b", "no closing '"),
-    ('a ${b', 'no closing }'),
-    ('a $(b', 'no closing )'),
-    ('A=(b', 'array that begins with ( has no )'),
+    ('a "b', 'the closing " is missing'),
+    ("a 'b", "the closing ' is missing"),
+    ('a ${b', 'the closing } is missing'),
+    ('a $(b', 'the closing ) is missing'),
+    ('A=(b', 'the closing ) of an array is missing'),
     ('A=x' + 'x' * 9000 + '\n' + 'A=$A$A\n' * 30 + 'a $A', 'longer than 100,000 characters'),
     ('A=(x x x x x x x x)\n' + 'A=("${A[@]}" "${A[@]}" "${A[@]}")\n' * 12, 'words|longer'),
     ('a ' + '${X:-' * 400 + '}' * 400, 'nested more than'),

@@ -174,7 +174,7 @@ def test_lists_of_names_are_not_followed_without_end(tmp_path):
   path = tmp_path / 'a.py'
   lists = ''.join(f'a{i} = [{", ".join([f"a{i - 1}"] * 12)}]\n' for i in range(1, 19))
   path.write_text(f'a0 = [1]\n{lists}GRPOConfig(num_generations=8, stop=a18)\n')
-  assert texts(from_trl(path))['stop'].startswith('its value needs a18')
+  assert texts(from_trl(path))['stop'].startswith('its value depends on a18')
 
 
 def test_a_value_that_was_refused_stays_refused(tmp_path):
@@ -194,7 +194,7 @@ def test_the_last_of_several_yaml_files_counts(tmp_path):
 @pytest.mark.parametrize(
   ('name', 'content', 'words'),
   [
-    ('a.yaml', 'model_name_or_path: m\n', 'give --trainer='),
+    ('a.yaml', 'model_name_or_path: m\n', 'pass --trainer='),
     ('a.sh', 'echo hi\n', 'no command starts a trainer'),
     ('a.py', 'def f(:\n', 'not Python'),
     ('a.py', '(' * 3000, 'not Python'),
