@@ -226,6 +226,11 @@ class StageConfig:
   """Settings of the critic, for algorithms that have one."""
   evaluate_every: int | None = None
   """Number of steps between evaluations. If None, evaluations take place only after the stage."""
+  overlap_evaluation: bool = False
+  """Whether training continues while the policy is evaluated within the stage. Until the evaluation
+  ends, the engine serves the evaluated version, so training waits as soon as `source.bound` calls
+  for a newer one. It also waits at the next commit, and at the end of the stage.
+  """
 
   @property
   def explores(self) -> bool:
@@ -256,6 +261,11 @@ class StageConfig:
         'Pairs, Recorded, Stored or Followed'
       )
     self.source.check(f'{where}source.')
+    if self.overlap_evaluation and self.evaluate_every is None:
+      raise UserError(
+        f'{where}overlap_evaluation: without evaluate_every, the only evaluation is that of the '
+        "stage's end, which waits for it; set evaluate_every, or remove overlap_evaluation"
+      )
     if self.init_from and self.keep_optimizer:
       raise UserError(
         f'{where}keep_optimizer: the optimizer state belongs to other weights than those of '
@@ -525,6 +535,11 @@ class Config:
           f'phases: stages.{stage.name}.source.bound is {stage.source.bound}, at which rollouts '
           'are generated while the policy is updated, so they cannot take turns on the devices; '
           'set bound to 0, or remove phases'
+        )
+      if stage.overlap_evaluation:
+        raise UserError(
+          f'phases: stages.{stage.name}.overlap_evaluation, with which the policy is evaluated '
+          'while it is updated, so they cannot take turns on the devices; remove one of them'
         )
     vllm = self.rollout.vllm_servers
     if vllm is None or phases.engine == 'resident':

@@ -13,7 +13,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
@@ -179,12 +179,26 @@ def _transcribe(
   logs.rollouts.write(stage, step, rows)
 
 
-def _ranked(state: LoopState, stage: Stage, accuracy: float | None) -> LoopState:
-  """Returns the state after an evaluation with this accuracy (None without a result)."""
-  best = state.bests.get(stage.name)
-  if accuracy is None or state.step == stage.start or (best is not None and accuracy <= best[0]):
-    return state
-  return dataclasses.replace(state, bests={**state.bests, stage.name: (accuracy, state.step)})
+_Bests = Mapping[str, tuple[float, int]]
+
+
+def _ranked(bests: _Bests, stage: Stage, step: int, accuracy: float | None) -> _Bests:
+  """Returns the best evaluation of each stage after an evaluation at `step` with this accuracy
+  (None without a result).
+  """
+  best = bests.get(stage.name)
+  if accuracy is None or step == stage.start or (best is not None and accuracy <= best[0]):
+    return bests
+  return {**bests, stage.name: (accuracy, step)}
+
+
+class _Evaluation(NamedTuple):
+  """Evaluation in progress beside training."""
+
+  step: int
+  stage: Stage
+  suites: asyncio.Task[tuple[int, float | None]] | None
+  """Task that runs the suites; None in the processes other than 0."""
 
 
 class RunKeeper:
@@ -222,6 +236,12 @@ class RunKeeper:
     """Task that writes this process's part of the newest commit; None once its end has been
     awaited.
     """
+    self._evaluation: _Evaluation | None = None
+    """Evaluation in progress beside training; None if there is none. The same in every process."""
+    self._interrupted: int | None = None
+    """Step of the evaluation that a signal interrupted while training continued; None if there was
+    none. Steps after it are not committed, so that the next start of the run repeats it.
+    """
     self._write_s: dict[str, float] = {}
     """Metrics of the newest complete commit, until they are written in a row of metrics."""
     self._repeats_until = 0
@@ -244,7 +264,8 @@ class RunKeeper:
   ) -> LoopState:
     """Writes the step's metrics and rollouts, then evaluates and commits if the plan says so.
 
-    Raises CheckpointFailed if the commit in flight has failed.
+    Raises CheckpointFailed if the commit in flight has failed, and the error of an evaluation in
+    progress that has failed.
     """
     self._raise_failed()
     seconds = self._stopwatch.take()
@@ -261,14 +282,27 @@ class RunKeeper:
         await self._write(state, stage, batch, updated, seconds, spent)
       elif self._goodput_file is not None:
         goodput.append(self._goodput_file, state.step, spent)
-    if batch.plan.evaluate:
+    overlaps = batch.plan.evaluate and stage.overlap_evaluation and state.step < stage.end
+    if batch.plan.evaluate or batch.plan.commit:
+      state = await self.evaluated(state)
+      if state.stop:
+        return state
+    if batch.plan.evaluate and not overlaps:
       state = await self._evaluate(state, stage)
     if batch.plan.commit:
       state = await self._commit(state, stage)
+    if overlaps:
+      # Only now, so that the commit contains none of the evaluation's results: a run that resumes
+      # from it repeats the evaluation.
+      state = await self._begin_evaluation(state, stage)
     return state
 
   def _raise_failed(self) -> None:
-    """Raises the error of the commit in progress if it has failed."""
+    """Raises the error of the evaluation or the commit in progress if it has failed."""
+    suites = self._evaluation.suites if self._evaluation is not None else None
+    if suites is not None and suites.done() and (error := suites.exception()) is not None:
+      self._evaluation = None
+      raise error
     # The task of a completed commit is kept until `_settled`, which all processes call at the same
     # point of the program.
     task = self._in_flight
@@ -281,9 +315,10 @@ class RunKeeper:
     already contains them. Called when a signal is about to end the process; the caller waits for
     the new commit with `settle`.
     """
+    state = await self.evaluated(state)
     with self._stopwatch.timed('save_checkpoint'):
       committed = await self._settled()
-    if state.step > committed:
+    if self._interrupted is None and state.step > committed:
       await self._commit(state, stage)
 
   async def settle(self) -> None:
@@ -296,6 +331,9 @@ class RunKeeper:
     """Waits a short time for the commit in progress, if any, because the run is failing with
     `error`. If the commit fails too, that is only logged.
     """
+    if self._evaluation is not None and (suites := self._evaluation.suites) is not None:
+      suites.cancel()
+      await asyncio.wait({suites}, timeout=_WITHOUT_PEER_S)
     task, self._in_flight = self._in_flight, None
     if task is None:
       return
@@ -330,21 +368,59 @@ class RunKeeper:
     """Publishes the policy and runs the suites on it. If a signal interrupts the evaluation, the
     returned state has the signal in `stop` and `evaluated` False.
     """
+    return await self.evaluated(await self._begin_evaluation(state, stage))
+
+  async def _begin_evaluation(self, state: LoopState, stage: Stage) -> LoopState:
+    """Publishes the policy and starts the suites on it; `evaluated` waits for their results."""
     logs = self._logs
     if not self._generates:
       return dataclasses.replace(state, evaluated=True)
     with self._stopwatch.timed('testing'):
       # After a signal, the policy is not published, because publishing may take a large part of the
       # time that is left before the process is killed.
-      coordinator = self._process.coordinator
-      if stop := await coordinator.broadcast(self._stop_signal() if logs is not None else None):
+      stop = await self._process.coordinator.broadcast(
+        self._stop_signal() if logs is not None else None
+      )
+      if stop:
         return dataclasses.replace(state, stop=stop)
       state = await serve(self._publisher, self._phases, state)
-      stop, accuracy = await coordinator.broadcast(
-        self._run_suites(logs, state, stage) if logs is not None else None
-      )
-    state = _ranked(state, stage, accuracy)
-    return dataclasses.replace(state, evaluated=not stop, stop=stop)
+      suites = None
+      if logs is not None:
+        suites = asyncio.create_task(self._run_suites(logs, state.step, stage), name='evaluation')
+      self._evaluation = _Evaluation(state.step, stage, suites)
+    return state
+
+  @property
+  def evaluating(self) -> bool:
+    """Whether an evaluation is in progress beside training."""
+    return self._evaluation is not None
+
+  async def evaluated(self, state: LoopState, *, wait: bool = True) -> LoopState:
+    """Returns the state with the result of the evaluation in progress; see `Keeper.evaluated`.
+
+    `evaluated` of the returned state is True only if the evaluation is that of `state`.
+    """
+    if self._evaluation is None:
+      return state
+    step, stage, suites = self._evaluation
+
+    async def result() -> tuple[int, float | None] | None:
+      # Wait 'evaluation': bounded: every wait in `_run_suites` has a deadline.
+      return await suites if wait or suites.done() else None
+
+    with self._stopwatch.timed('testing'):
+      ended = await self._process.coordinator.broadcast(result() if suites is not None else None)
+    if ended is None:
+      return state
+    self._evaluation, (stop, accuracy) = None, ended
+    if stop and step < state.step:
+      self._interrupted = step
+    state = dataclasses.replace(
+      state,
+      bests=_ranked(state.bests, stage, step, accuracy),
+      evaluated=not stop and step == state.step,
+    )
+    return dataclasses.replace(state, stop=stop or state.stop)
 
   async def _last_undone(self, logs: Logs) -> int:
     return logs.repeats_until
@@ -354,11 +430,9 @@ class RunKeeper:
     stop = self._start.stop
     return stop.result() if stop.done() else 0
 
-  async def _run_suites(
-    self, logs: Logs, state: LoopState, stage: Stage
-  ) -> tuple[int, float | None]:
-    """Runs all suites and writes their results. Returns 0 and the greedy accuracy on the first
-    suite, which is None if no completion is scorable.
+  async def _run_suites(self, logs: Logs, step: int, stage: Stage) -> tuple[int, float | None]:
+    """Runs all suites and writes their results as those of `step`. Returns 0 and the greedy
+    accuracy on the first suite, which is None if no completion is scorable.
 
     If a signal interrupts a suite, returns the signal's number and None, and writes nothing. The
     next start of the run then repeats all suites.
@@ -372,17 +446,16 @@ class RunKeeper:
       return self._start.stop.result(), None
     first = None
     for suite, metrics, rows in measured:
-      logs.write(stage.name, state.step, metrics)
-      logs.evals.write(stage.name, state.step, suite.name, rows)
+      logs.write(stage.name, step, metrics)
+      logs.evals.write(stage.name, step, suite.name, rows)
       accuracy = metrics[f'val-core/{suite.taskset}/acc/greedy']
       logs.progress.note(
-        f'evaluation {suite.name} at step {state.step} ({stage.name}): greedy accuracy '
-        f'{accuracy:.3f}'
+        f'evaluation {suite.name} at step {step} ({stage.name}): greedy accuracy {accuracy:.3f}'
       )
       if suite is logs.suites[0][0] and not math.isnan(accuracy):
         first = accuracy
         if self._best is None or accuracy > self._best[0]:
-          self._best = (accuracy, state.step)
+          self._best = (accuracy, step)
     return 0, first
 
   async def _commit(self, state: LoopState, stage: Stage) -> LoopState:

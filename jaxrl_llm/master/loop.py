@@ -71,6 +71,23 @@ class Keeper(Protocol):
 
   async def leave(self, state: LoopState, stage: Stage) -> None: ...
 
+  @property
+  def evaluating(self) -> bool:
+    """Whether an evaluation is in progress beside training. The engine must serve the evaluated
+    version until it ends.
+    """
+    ...
+
+  async def evaluated(self, state: LoopState, *, wait: bool = True) -> LoopState:
+    """Returns the state with the result of the evaluation in progress. Every process must call
+    this.
+
+    Args:
+      wait: whether to wait until the evaluation ends. If False and it has not ended, or if no
+        evaluation is in progress, returns `state` unchanged.
+    """
+    ...
+
   async def settle(self) -> None:
     """Waits until the commit in progress, if any, is complete. Every process must call this."""
     ...
@@ -182,18 +199,11 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
     while state.step < stage.end and not state.stop:
       with process.stopwatch.timed('step'):
         with process.stopwatch.timed('gen'):
-          if stage.explores and _publication_due(parts, stage, state.step):
-            # After a signal, the policy is not published, because publishing may take a large part
-            # of the time that is left before the process is killed.
-            if stop := await _stop_of(parts):
-              state = dataclasses.replace(state, stop=stop)
+          if stage.explores:
+            if _publication_due(parts, stage, state.step):
+              state = await _renew_engine(parts, stage, state)
+            if state.stop:
               break
-            if stage.follows:
-              state = await parts.versions.follow(stage, state)
-              if state.stop:
-                break
-            with process.stopwatch.timed('update_weights'):
-              state = await serve(parts.publisher, parts.phases, state)
           elif stage.export_every is not None:
             with process.stopwatch.timed('update_weights'):
               await parts.versions.export(stage, state)
@@ -265,6 +275,31 @@ def pass_over(state: LoopState, plan: StepPlan) -> tuple[LoopState, Batch, Updat
   return dataclasses.replace(state, step=state.step + 1, evaluated=False), batch, updated
 
 
+async def _renew_engine(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
+  """Publishes the policy to the engine, or the newest weights of another run that the stage
+  follows. If a signal ends the run, publishes nothing and returns the state with `stop` set.
+
+  While an evaluation is in progress, publishes nothing as long as the stage's bound permits batches
+  of the version that the engine serves, and otherwise waits until the evaluation ends.
+  """
+  keeper, publisher, stopwatch = parts.keeper, parts.publisher, parts.process.stopwatch
+  if keeper.evaluating:
+    may_defer = state.step - publisher.served.step <= stage.bound
+    state = await keeper.evaluated(state, wait=not may_defer)
+    if keeper.evaluating or state.stop:
+      return state
+  # After a signal, the policy is not published, because publishing may take a large part of the
+  # time that is left before the process is killed.
+  if stop := await _stop_of(parts):
+    return dataclasses.replace(state, stop=stop)
+  if stage.follows:
+    state = await parts.versions.follow(stage, state)
+    if state.stop:
+      return state
+  with stopwatch.timed('update_weights'):
+    return await serve(publisher, parts.phases, state)
+
+
 async def serve(publisher: Publisher, phases: Phases, state: LoopState) -> LoopState:
   """Publishes the policy of `state` to the engine and enters the rollout phase."""
   if publisher.sends(Version(state.attempt, state.step), moved=Version(state.attempt, state.moved)):
@@ -294,10 +329,12 @@ async def _stop_of(parts: Parts) -> int:
 def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
   """Returns whether the policy must be published before the next batch.
 
-  A publication is due after every `publish_every` batches of the stage, and whenever the engine
-  serves no version yet, as in a run that was just resumed.
+  A publication is due after every `publish_every` batches of the stage. It stays due if an
+  evaluation defers it. Another is due whenever the engine serves no version yet, as in a run that
+  was just resumed.
   """
-  return (step - stage.start) % stage.publish_every == 0 or parts.publisher.served is None
+  served, scheduled = parts.publisher.served, step - (step - stage.start) % stage.publish_every
+  return served is None or scheduled == step or served.step < scheduled
 
 
 async def _close(

@@ -70,6 +70,8 @@ class Stage:
   """Number of steps between evaluations; None to evaluate only the end of the stage. The end of the
   stage is always evaluated.
   """
+  overlap_evaluation: bool = False
+  """Whether training continues while an evaluation runs, unless it is that of the stage's end."""
   explores: bool
   """Whether the stage's batches are the policy's own rollouts."""
   recorded: bool = False
@@ -84,6 +86,8 @@ class Stage:
   """
   publish_every: int = 1
   """Number of batches between publications of the policy to the engine."""
+  bound: int = 0
+  """Maximum staleness of the stage's rollouts in batches."""
   held_out: str | None = None
   """Name of the preference set on which evaluations measure the policy; None to measure none."""
 

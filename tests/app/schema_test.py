@@ -69,6 +69,7 @@ def config():
     ),
     ('stages.sft.steps', '0', ['stages.sft.steps: 0']),
     ('stages.sft.evaluate_every', '0', ['stages.sft.evaluate_every: 0']),
+    ('stages.sft.overlap_evaluation', 'True', ['overlap_evaluation', 'set evaluate_every']),
     ('learner.chunks_per_rank', '0', ['learner.chunks_per_rank: 0']),
     ('rollout.max_response_length', '0', ['rollout.max_response_length: 0']),
     ('rollout.embedded.prefill_buckets', '[2]', ['prefill_buckets', '2', 'at least 5']),
@@ -240,6 +241,13 @@ def test_a_run_that_follows_another_is_refused_in_one_line(config, changes, word
     apply_overrides(config, follow | changes)
   line = str(refused.value)
   assert '\n' not in line and all(word.strip("'") in line for word in words), line
+
+
+def test_memory_phases_and_an_evaluation_beside_training_exclude_each_other(config):
+  overlapping = {'stages.grpo.evaluate_every': '2', 'stages.grpo.overlap_evaluation': 'true'}
+  apply_overrides(config, overlapping)
+  with pytest.raises(UserError, match=r'^phases: stages\.grpo\.overlap_evaluation, .*remove one'):
+    apply_overrides(config, overlapping | {'phases': '{}'})
 
 
 def test_another_source_is_given_by_its_name(config):

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.batching.plan import Row, StepPlan, pack_step, plan_shape
-from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.errors import RunError, first_cause
 from jaxrl_llm.data.load import PackedStep
 from jaxrl_llm.learner.algorithm import Setting, plain
 from jaxrl_llm.learner.optimizer import OptimizerConfig
@@ -43,12 +43,12 @@ SUITES = ('one', 'two')
 TASKS = exploring.make_tasks(4, 'eval')
 
 
-def stages(*, explores=False, evaluate_every=None):
+def stages(*, steps=2, explores=False, evaluate_every=None, **options):
   def make(name, start):
     return Stage(
       name=name,
       start=start,
-      end=start + 2,
+      end=start + steps,
       algorithm=sft(SftConfig(), Setting(max_response_length=8)),
       policy=Optimization(optax.sgd(1.0), OptimizerConfig(peak_lr=1.0)),
       keep_optimizer=False,
@@ -58,9 +58,10 @@ def stages(*, explores=False, evaluate_every=None):
       epochs=1,
       evaluate_every=evaluate_every,
       explores=explores,
+      **options,
     )
 
-  return make('first', 0), make('second', 2)
+  return make('first', 0), make('second', steps)
 
 
 ROW = dict(
@@ -77,20 +78,20 @@ ROW = dict(
 
 class Rows:
   """Implements `Batches`: the same two rows at each step; its state is the number of batches
-  trained.
+  trained. `asked` receives the number of each batch that the loop asks for.
   """
 
   explores = False
   held_out = ()
 
-  def __init__(self):
-    self.count = 0
+  def __init__(self, asked):
+    self.count, self.asked = 0, asked
 
   def running(self):
     return contextlib.nullcontext()
 
   def advance(self, step, served):
-    pass
+    self.asked.append(step)
 
   async def next(self):
     return [Row(uid=f'{i}', index=i, **ROW) for i in range(2)], {}
@@ -136,8 +137,9 @@ class Trainer:
 class Run:
   """One start of a run of two stages of two steps, in `workdir`, from its newest commit.
 
-  `interrupt` says of an evaluation (step, suite) whether the signal comes while it runs; `moves`,
-  of a batch, whether it changes the policy.
+  `interrupt` says of an evaluation (step, suite) whether the signal comes while it runs; `hold`,
+  whether a request that is asked for waits; `moves`, of a batch, whether it changes the policy.
+  `options` are those of the stages.
   """
 
   def __init__(
@@ -149,13 +151,13 @@ class Run:
     judge=lambda attempt: 1.0,
     moves=lambda step: True,
     suites=SUITES,
-    explores=False,
-    evaluate_every=None,
+    hold=lambda: False,
+    **options,
   ):
     self.workdir, self.tokenizer, self.interrupt, self.judge = workdir, tokenizer, interrupt, judge
     self.moves, self.suites = moves, suites
-    self.stages = stages(explores=explores, evaluate_every=evaluate_every)
-    self.entered = []
+    self.stages, self.hold = stages(**options), hold
+    self.entered, self.asked = [], []
 
   async def main(self):
     device = DeviceThread()
@@ -169,7 +171,7 @@ class Run:
         and not stop.done()
       ):
         stop.set_result(int(signal.SIGTERM))
-      return stop.done()
+      return stop.done() or self.hold()
 
     engine.hold = hold
     mesh = Mesh(np.array(jax.devices()[:1]), ('x',))
@@ -190,12 +192,12 @@ class Run:
       updates=jnp.zeros((), jnp.int32),
       skipped=jnp.zeros((), jnp.int32),
     )
-    batches = {stage.name: Rows() for stage in self.stages}
+    batches = {stage.name: Rows(self.asked) for stage in self.stages}
     logs = Logs(
       metrics=MetricsWriter(self.workdir, committed=host['metrics_offset'] if host else 0),
       rollouts=RolloutsWriter(self.workdir),
       evals=EvalsWriter(self.workdir),
-      progress=ProgressDisplay({stage.name: 2 for stage in self.stages}),
+      progress=ProgressDisplay({stage.name: stage.end - stage.start for stage in self.stages}),
       store=store,
       batches=batches,
       evaluator=Evaluator(
@@ -432,3 +434,112 @@ def test_a_failing_scorer_in_an_evaluation_ends_the_run(tmp_path, tokenizer):
   with pytest.raises(ExceptionGroup) as caught:
     Run(tmp_path, tokenizer, judge=judge).start()
   assert caught.group_contains(RunError, match='scorer pool: broke')
+
+
+OVERLAPPED = dict(steps=8, explores=True, evaluate_every=4, overlap_evaluation=True)
+
+
+class Held:
+  """Holds the evaluation at step 4 until the loop has asked for batch `last`, and for a while after
+  that. `asked` has the batches for which the loop asked meanwhile.
+  """
+
+  def __init__(self, last):
+    self.last, self.run, self.polls, self.asked = last, None, 0, []
+
+  def __call__(self):
+    if self.run.engine.version.step != 4 or self.polls > 20:
+      return False
+    self.asked = [step for step in self.run.asked if step >= 4]
+    self.polls += self.last in self.asked
+    return True
+
+
+@pytest.mark.parametrize(
+  'bound, last, published_steps',
+  [
+    (0, 4, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+    (1, 5, [0, 1, 2, 3, 4, 6, 7, 8]),
+    (3, 7, [0, 1, 2, 3, 4, 8]),
+    (9, 7, [0, 1, 2, 3, 4, 8]),
+  ],
+)
+def test_training_continues_beside_an_evaluation_as_far_as_the_bound_permits(
+  tmp_path, tokenizer, bound, last, published_steps
+):
+  """At the latest, the end of the stage waits for the evaluation."""
+  held = Held(last)
+  run = held.run = Run(tmp_path, tokenizer, hold=held, bound=bound, **OVERLAPPED)
+  outcome = run.start()
+  assert (outcome.stop, outcome.state.step) == (0, 16)
+  assert held.asked == [*range(4, last + 1)]
+  assert [step for _, (_, step) in published(run)][: len(published_steps)] == published_steps
+  first = [row[1:] for row in written(tmp_path) if row[0] == 'first']
+  assert sorted(first) == sorted(
+    [(step, 'train') for step in range(1, 9)] + [(step, s) for step in (0, 4, 8) for s in SUITES]
+  )
+  assert first.index((last, 'train')) < first.index((4, 'one')) < first.index((8, 'one'))
+  commits = {step: (host['evaluated'], host['bests']) for step, host in run.commits.items()}
+  assert commits[4] == (False, {}) and commits[8] == (True, {'first': [1.0, 4]})
+  assert commits[16][1] == {'first': [1.0, 4], 'second': [1.0, 12]}
+
+
+def test_a_stage_without_rollouts_trains_on_until_the_next_evaluation(tmp_path, tokenizer):
+  held = Held(7)
+  run = held.run = Run(tmp_path, tokenizer, hold=held, **{**OVERLAPPED, 'explores': False})
+  assert run.start().stop == 0
+  assert held.asked == [4, 5, 6, 7]
+  assert [step for _, (_, step) in published(run)] == [0, 4, 8, 12, 16]
+
+
+def test_without_the_option_training_waits_for_evaluations(tmp_path, tokenizer):
+  held = Held(None)
+  held.last = 4  # Its evaluation would never end.
+  options = {**OVERLAPPED, 'overlap_evaluation': False, 'bound': 9}
+
+  def hold():
+    held.polls += 1
+    return held()
+
+  run = held.run = Run(tmp_path, tokenizer, hold=hold, **options)
+  assert run.start().stop == 0 and held.asked == []
+
+
+def test_an_evaluation_interrupted_beside_training_is_repeated_with_the_steps_after_it(
+  tmp_path, tokenizer
+):
+  run = Run(
+    tmp_path,
+    tokenizer,
+    hold=lambda: run.engine.version.step == 4,
+    interrupt=lambda step, suite: step == 4 and 6 in run.asked,
+    bound=9,
+    **OVERLAPPED,
+  )
+  outcome = run.start()
+  assert outcome.stop == signal.SIGTERM and outcome.state.step > 4
+  assert {step: host['evaluated'] for step, host in run.commits.items()} == {4: False}
+  again = Run(tmp_path, tokenizer, bound=9, **OVERLAPPED)
+  assert again.start().state.learned.policy.params['w'].tolist() == [16.0, 16.0]
+  rows = [row[1:] for row in written(tmp_path)]
+  assert len(rows) == len(set(rows)) == 16 + 5 * 2
+  assert published(again)[0] == ('load', (2, 4)) and again.commits[16]['best'] == [1.0, 0]
+
+
+def test_an_evaluation_that_fails_beside_training_ends_the_run(tmp_path, tokenizer):
+  def judge(attempt):
+    if run.engine.version.step == 4 and 6 in run.asked:
+      raise RunError('the judge is gone')
+    return 1.0
+
+  run = Run(
+    tmp_path,
+    tokenizer,
+    judge=judge,
+    hold=lambda: run.engine.version.step == 4 and 6 not in run.asked,
+    bound=9,
+    **OVERLAPPED,
+  )
+  with pytest.raises(ExceptionGroup) as raised:
+    run.start()
+  assert str(first_cause(raised.value)) == 'the judge is gone'

@@ -68,6 +68,7 @@ _OF_BRANCHES = (
   *('name', 'learner', 'rollout', 'policy.remat', 'policy.attention', 'policy.dtype'),
   *(f'stages.*.{name}' for name in ('algorithm', 'minibatches', 'epochs', 'keep_optimizer')),
   *(f'stages.*.{name}' for name in ('optimizer', 'critic', 'evaluate_every')),
+  'stages.*.overlap_evaluation',
   *(f'stages.*.source.{name}' for name in ('temperature', 'limits', 'max_dropped_groups')),
   *(f'stages.*.source.{name}' for name in ('processors', 'selection', 'publish_every', 'past')),
 )
@@ -307,7 +308,7 @@ class _Rules:
     of_run = [side['learner']['optimizer'] for side in self._sides]
     of_policy = [stage['optimizer'] or shared for stage, shared in zip(stages, of_run)]
     if (
-      field == 'evaluate_every'
+      field in ('evaluate_every', 'overlap_evaluation')
       or self._of_optimizer(change, field, of_run)
       or self._of_optimizer(change, field.removeprefix('critic.'), of_policy)
     ):

@@ -55,6 +55,7 @@ SUITE = '[{"name": "other", "taskset": "eval", "tasks": 8}]'
     (50, {'stages.grpo.steps': '60'}),  # A finished run.
     (5, {'stages.grpo.steps': '99', 'stages.grpo.evaluate_every': '7'}),  # A stage yet to come.
     (30, {'evaluation': SUITE, 'checkpoint.every_steps': '2'}),
+    (30, {'stages.grpo.evaluate_every': '5', 'stages.grpo.overlap_evaluation': 'true'}),
     (30, {'rewards.workers': '3', 'compilation_cache': '/tmp/cache', 'registry': '{}'}),
     (30, {'rollout.vllm.addresses': '["unix:/a"]', 'coordination.grace_s': '5'}),
     (30, {'learner.mesh.data': '2', 'learner.mesh.tensor': '4'}),

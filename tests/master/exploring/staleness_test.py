@@ -72,6 +72,8 @@ class Trainer:
 class Ledger:
   """A Keeper that notes what was trained, and what a commit after each step would hold."""
 
+  evaluating = False
+
   def __init__(self, batches):
     self._batches, self.plans, self.states = batches, [], {}
 
