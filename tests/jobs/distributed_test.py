@@ -68,13 +68,15 @@ def test_two_processes_compute_the_gradients_of_one_for_ten_recorded_plans(recor
 @pytest.fixture(scope='module')
 def two_processes():
   """A run of PPO, in which two processes gather and shard more than in other algorithms."""
-  return job.finished('two_processes', config=job.PPO, processes=2)
+  return job.finished('two_processes', config=job.PPO_OF_TWO, processes=2)
 
 
 def test_two_processes_leave_a_whole_run(two_processes):
   assert [(stage, step) for stage, step, _ in job.accuracies(two_processes)] == [
     ('sft', 0),
     ('sft', 12),
+    ('ppo', 15),
+    ('ppo', 18),
     ('ppo', 21),
   ]
   assert (two_processes / 'hf' / 'model.safetensors').exists()
@@ -124,7 +126,7 @@ def test_either_killed_the_job_ends_names_it_and_resumes_bit_for_bit(
 ):
   run = tmp_path / 'run'
   for rank, count in kills:
-    process = job.start(run, config=job.PPO, processes=2)
+    process = job.start(run, config=job.PPO_OF_TWO, processes=2)
     job.wait_for_rows(run, count, process)
     os.kill(children(process.pid)[rank], signal.SIGKILL)
     started = time.monotonic()
@@ -132,5 +134,5 @@ def test_either_killed_the_job_ends_names_it_and_resumes_bit_for_bit(
     assert time.monotonic() - started < 45, 'the stated time is 30 s, and some to start and read'
     assert process.returncode == 128 + signal.SIGKILL
     assert re.search(rf'process {rank}.*SIGKILL', out + err), out + err
-  job.train(run, config=job.PPO, processes=2)
+  job.train(run, config=job.PPO_OF_TWO, processes=2)
   job.assert_equal_runs(run, two_processes)

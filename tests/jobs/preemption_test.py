@@ -101,10 +101,10 @@ def stop_at(moments, run, record_property, *flags, config):
 
 
 def test_sigterm_at_ten_moments_changes_no_bit(tmp_path, record_property):
-  whole = job.finished('two_processes', config=job.PPO, processes=2)
+  whole = job.finished('two_processes', config=job.PPO_OF_TWO, processes=2)
   run = tmp_path / 'run'
-  stop_at(MOMENTS, run, record_property, config=job.PPO)
-  job.train(run, config=job.PPO, processes=2)
+  stop_at(MOMENTS, run, record_property, config=job.PPO_OF_TWO)
+  job.train(run, config=job.PPO_OF_TWO, processes=2)
   job.assert_equal_runs(run, whole)
   report = audit(run / 'replay')
   assert report.ok, report.lines

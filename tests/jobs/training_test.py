@@ -103,13 +103,7 @@ def test_a_run_in_a_notebook_is_that_of_the_command_line(tmp_path):
 def test_evaluations_beside_training_change_nothing_but_the_order_of_the_rows(tmp_path):
   """At bound 0, rollouts of one more batch are sampled beside the evaluation."""
   job.train(tmp_path / 'run', '--config.stages.grpo.overlap_evaluation=true')
-  rows, wanted = (
-    sorted(job.untimed(run), key=lambda row: json.dumps(row, sort_keys=True))
-    for run in (tmp_path / 'run', job.quick_run())
-  )
-  assert rows == wanted
-  assert job.files(tmp_path / 'run' / 'evals') == job.files(job.quick_run() / 'evals')
-  assert job.newest_arrays(tmp_path / 'run') == job.newest_arrays(job.quick_run())
+  job.assert_equal_runs(tmp_path / 'run', job.quick_run())
 
 
 def test_an_interrupt_ends_a_run_from_a_script_with_a_commit(tmp_path):
