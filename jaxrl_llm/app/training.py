@@ -107,7 +107,7 @@ def train(
   path = pathlib.Path(workdir)
   branch = None if branch_from is None else Branch.parse(branch_from, reset)
   if reset and branch is None:
-    raise UserError('train: reset without branch_from; only a branch has something to reset')
+    raise UserError('train: reset needs branch_from')
   build_mesh(config.learner.mesh)  # Fails here, before anything is written.
   if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)

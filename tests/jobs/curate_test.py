@@ -93,7 +93,7 @@ def test_a_configuration_gives_what_the_initial_policy_of_its_run_gives(run, tmp
   for flags, wanted in (
     ((f'--workdir={run}', job.QUICK[0]), error),
     ((), '--workdir is missing; wanted --workdir=RUN for the policy of a run'),
-    ((job.QUICK[0], '--step=12'), '--step=12: --config has the initial policy alone'),
+    ((job.QUICK[0], '--step=12'), '--step=12: --config gives only the initial policy'),
   ):
     failed = job.call('launch/curate.py', *flags, *few, f'--out={tmp_path}/no.jsonl', expect=2)
     assert wanted in failed.stderr.splitlines()[-1]

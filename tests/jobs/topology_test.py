@@ -244,4 +244,4 @@ def test_training_for_devices_that_are_not_here_is_refused():
   done = job.call(
     'launch/train.py', '--config=configs/quickstart.py', '--topology=v5e:2x4', expect=2
   )
-  assert done.stderr.splitlines()[-1].startswith('error: --topology: compiles and trains nothing')
+  assert done.stderr.splitlines()[-1].startswith('error: --topology: needs --dry_run')

@@ -233,9 +233,9 @@ def test_the_command_compares_two_runs_and_refuses_bad_input_in_one_line(runs, t
   for arguments, message in (
     (
       [both, '--objective=val-core/eval/acc/gredy'],
-      "no run has it; did you mean 'val-core/eval/acc",
+      "no run has this metric; did you mean 'val-core/eval/acc",
     ),
-    ([f'--workdirs={runs[0].workdir}'], 'wanted two runs or more'),
+    ([f'--workdirs={runs[0].workdir}'], 'wanted at least two runs'),
   ):
     done = compare(*arguments)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count('\n') == 1

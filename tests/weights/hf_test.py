@@ -490,7 +490,7 @@ def test_convert_fails_in_one_line(tmp_path, capsys):
   (source / 'model.safetensors').write_bytes(b'short')
   cases = {
     (f'--source={source}', f'--target={tmp_path}/t'): 'truncated or corrupt safetensors file',
-    (f'--source={source}', f'--target={source}'): '--target is --source',
+    (f'--source={source}', f'--target={source}'): '--target is the same directory as --source',
     (
       f'--source={source}',
       f'--target={tmp_path}/t',

@@ -11,8 +11,8 @@ jaxrl buffer --workdir=runs/quickstart --export=FILE.jsonl # tokens, logprobs, s
 
 When a run starts, files that the store's index does not list are moved to replay/quarantine.
 
---stage, --state, --task and --steps select the samples of an export; its format is described in
-docs/guides/replay.md. Exit code 1 means that samples could not be read.
+--stage, --state, --task and --steps select the samples of an export. docs/guides/replay.md
+describes the format. An export exits with code 1 if samples could not be read.
 
 With --json, each of these commands prints one JSON document.
 """
@@ -61,7 +61,7 @@ flags.DEFINE_integer(
   'limit', 20, 'Maximum number of samples to list.', lower_bound=1, flag_values=FLAGS
 )
 flags.DEFINE_bool(
-  'clear_quarantine', False, 'Remove the unclaimed files in replay/quarantine.', flag_values=FLAGS
+  'clear_quarantine', False, 'Delete all files in replay/quarantine.', flag_values=FLAGS
 )
 flags.DEFINE_bool(
   'rebuild',
@@ -133,10 +133,10 @@ def _rebuild(directory: pathlib.Path) -> int:
   script.show(
     {'rebuilt': rebuilt._asdict(), 'audit': dataclasses.asdict(report)},
     [
-      f'rebuilt {directory / INDEX} from {rebuilt.writes:,} writes of the journal; kept of the '
-      f'previous index: {", ".join(rebuilt.aside) or "there was none"}',
+      f'rebuilt {directory / INDEX} from {rebuilt.writes:,} writes of the journal; files of the '
+      f'previous index, kept under new names: {", ".join(rebuilt.aside) or "none"}',
       *(
-        [f'ignored {rebuilt.ignored:,} bytes at the end of the journal: damaged or interrupted']
+        [f'ignored the last {rebuilt.ignored:,} bytes of the journal: damaged or incomplete']
         if rebuilt.ignored
         else []
       ),

@@ -1,8 +1,9 @@
-"""Commands by name: `jaxrl NAME --flag=value ...`. `launch/NAME.py` runs the same from a checkout.
+"""Commands by name: `jaxrl NAME --flag=value ...`. In a checkout, `python launch/NAME.py` runs the
+same command.
 
-  jaxrl train        trains a configuration; the same command resumes
-  jaxrl serve        serves rollouts, explorers, reward models or sandboxes to runs elsewhere
-  jaxrl launch       launches a configuration on this machine or a cluster: Slurm, Kubernetes, ssh
+  jaxrl train        trains a configuration; the same command resumes the run
+  jaxrl serve        provides vLLM servers, an explorer, a reward model, sandboxes or an inbox
+  jaxrl launch       launches a training job on this machine or a cluster: Slurm, Kubernetes, ssh
   jaxrl evaluate     evaluates the commits of a run
   jaxrl report       rebuilds a run's report.html
   jaxrl sweep        runs the trials of a sweep file: grids, random and guided search, seeds
@@ -12,11 +13,11 @@
   jaxrl rate         has a language model rate tasks: quality, difficulty, priority
   jaxrl buffer       inspects a run's replay store
   jaxrl feedback     attaches delayed rewards, such as verdicts of people, to samples of a run
-  jaxrl experts      adds answers to imitate to a run, while it is active
-  jaxrl replay       repeats one update of a run and compares it bit for bit
-  jaxrl convert      reads and writes Hugging Face model directories
-  jaxrl import-verl  converts a script or YAML file for verl to a configuration file
-  jaxrl import-trl   converts a command, YAML or Python file for TRL to a configuration file
+  jaxrl experts      adds expert rows (answers to imitate) to a run, even while it is active
+  jaxrl replay       repeats one update of a run and compares the results bit for bit
+  jaxrl convert      checks or changes a Hugging Face model directory
+  jaxrl import-verl  converts a verl script or YAML file to a configuration file
+  jaxrl import-trl   converts a TRL command, YAML or Python file to a configuration file
   jaxrl tokenizer    builds a tokenizer from the text of a taskset
   jaxrl install      creates the environment of vLLM servers, or of compilers for other devices
 

@@ -4,7 +4,7 @@ the same tasks side by side.
 jaxrl compare --workdirs=runs/a,runs/b [--objective=val-core/eval/acc/greedy] [--target=FILE]
 jaxrl compare --sweepdir=runs/sweeps/quickstart_lr [--target=FILE]
 
-Runs whose configurations are equal up to the seed form a group with a mean and a standard error.
+Runs whose configurations differ only in the seed form a group with a mean and a standard error.
 """
 
 from __future__ import annotations
@@ -27,25 +27,32 @@ from jaxrl_llm.runtime.writers import METRICS_FILE, STEP, read_jsonl
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_list('workdirs', None, 'Directories of runs.', flag_values=FLAGS)
-flags.DEFINE_string('sweepdir', None, 'Directory of a sweep, instead.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'sweepdir', None, 'Directory of a sweep, instead of --workdirs.', flag_values=FLAGS
+)
 flags.DEFINE_string(
   'objective',
   None,
-  'Metric to compare by; by default the first accuracy of the evaluation, else the reward.',
+  'Metric to compare by; by default, the first accuracy of an evaluation, otherwise the reward.',
   flag_values=FLAGS,
 )
 flags.DEFINE_enum(
   'direction',
   'maximize',
   ['maximize', 'minimize'],
-  'Which objective is better.',
+  'Whether a larger or a smaller objective is better.',
   flag_values=FLAGS,
 )
 flags.DEFINE_string(
-  'target', None, 'File to write; by default compare.html here, or of the sweep.', flag_values=FLAGS
+  'target',
+  None,
+  'File to write; by default, compare.html in the current directory, or in that of the sweep.',
+  flag_values=FLAGS,
 )
 _DEFAULTS = (r'val-core/.+/acc/greedy', r'val-core/.+/acc/[^/]+', r'val-core/.+/rewards/accuracies')
-"""Patterns of metric keys. Without --objective, the first pattern that matches a metric decides."""
+"""Patterns of metric keys in order of preference. Without --objective, the first metric that
+matches is the objective.
+"""
 _REWARD = 'critic/score/mean'
 
 
@@ -83,7 +90,9 @@ def _compare_trials(sweepdir: pathlib.Path, target: pathlib.Path | None) -> path
 def _compare(workdirs: Sequence[pathlib.Path], target: pathlib.Path | None) -> pathlib.Path:
   resolved = [path.resolve() for path in workdirs]
   if len(set(resolved)) < 2 or len(set(resolved)) < len(resolved):
-    raise UserError(f'--workdirs={",".join(FLAGS.workdirs)}: wanted two runs or more, each once')
+    raise UserError(
+      f'--workdirs={",".join(FLAGS.workdirs)}: wanted at least two runs, each listed once'
+    )
   names = [path.name for path in resolved]
   if len(set(names)) < len(names):
     shared = os.path.commonpath(resolved)
@@ -112,7 +121,9 @@ def _objective(rows: Sequence[dict]) -> Objective:
   keys = {key for row in rows for key, value in row.items() if is_number(value)} - {STEP}
   key = FLAGS.objective
   if key is not None and key not in keys:
-    raise UserError(f'--objective={key}: no run has it; {one_line(nearest(key, sorted(keys)))}')
+    raise UserError(
+      f'--objective={key}: no run has this metric; {one_line(nearest(key, sorted(keys)))}'
+    )
   for pattern in _DEFAULTS:
     key = key or next((name for name in sorted(keys) if re.fullmatch(pattern, name)), None)
   return Objective(key=key or _REWARD, direction=FLAGS.direction)

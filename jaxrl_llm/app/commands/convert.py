@@ -1,4 +1,5 @@
-"""Converts a Hugging Face model directory to this package's layout and back.
+"""Reads a Hugging Face model directory, and writes it again in the format that this package
+exports.
 
   jaxrl convert --source=Qwen/Qwen3-0.6B --target=/tmp/model --dtype=bfloat16
 
@@ -58,15 +59,13 @@ def _main(argv: Sequence[str]) -> int:
       raise UserError(f'--{name} is missing; usage: jaxrl convert --source=DIR --target=DIR')
   source, target = hf.resolve(FLAGS.source), Path(FLAGS.target)
   if target.resolve() == source.resolve():
-    raise UserError(
-      f'{target}: --target is --source; a model is not rewritten in place, name another directory'
-    )
+    raise UserError(f'{target}: --target is the same directory as --source; choose another')
   if target.exists() and not target.is_dir():
     raise UserError(f'{target}: --target is a file, wanted a directory')
   if FLAGS.push_to_hub is not None:
     hub.check_repository(FLAGS.push_to_hub)
   elif FLAGS.hub_private:
-    raise UserError('--hub_private: nothing is uploaded; it goes with --push_to_hub=USER/NAME')
+    raise UserError('--hub_private: needs --push_to_hub=USER/NAME')
   spec, tokens = hf.read_spec(source), hf.read_special_tokens(source)
   params = hf.load_params(source, spec, dtype=FLAGS.dtype)
   count = sum(array.size for array in flatten(params).values())

@@ -44,12 +44,12 @@ flags.DEFINE_integer(
 _HELP = {
   'samples': 'Attempts at each task.',
   'temperature': 'Sampling temperature of attempts and guesses.',
-  'low': 'Smallest share of correct attempts of a kept task.',
-  'high': 'Largest share of correct attempts of a kept task.',
-  'guess_tries': ('Guesses (attempts without reasoning) per task; a correct one drops the task.'),
-  'guess_tokens': 'Longest guess in tokens.',
+  'low': 'Minimum share of correct attempts of a kept task.',
+  'high': 'Maximum share of correct attempts of a kept task.',
+  'guess_tries': 'Guesses (attempts without reasoning) per task; a correct guess drops the task.',
+  'guess_tokens': 'Maximum length of a guess in tokens.',
   'guess_instruction': (
-    'Text appended to the prompt of a guess; empty: a guess is limited by length alone.'
+    'Text appended to the prompt of a guess; if empty, only the length limits a guess.'
   ),
 }
 _DEFINE = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
@@ -87,7 +87,7 @@ def _main(argv: Sequence[str]) -> int:
       config = untrained_config(spec, overrides)
       if FLAGS.step:
         raise UserError(
-          f'--step={FLAGS.step}: --config has the initial policy alone; name a run with --workdir'
+          f'--step={FLAGS.step}: --config gives only the initial policy; name a run with --workdir'
         )
     out = pathlib.Path(FLAGS.out)
     _check_out(out, [taskset.source for taskset in config.tasksets])
@@ -100,8 +100,8 @@ def _main(argv: Sequence[str]) -> int:
     )
   write_rows(out, rows)
   print(
-    f'{len(rows)} tasks written; read them with taskset {FLAGS.taskset}, source={out} and '
-    f'options={{}}'
+    f'{len(rows)} tasks written; to train on them, set source={out} and options={{}} in taskset '
+    f'{FLAGS.taskset}'
   )
   return 0
 
@@ -109,7 +109,7 @@ def _main(argv: Sequence[str]) -> int:
 def _check_out(out: pathlib.Path, sources: Sequence[str]) -> None:
   """Raises UserError, before sampling, if `out` cannot be written or is the source of a taskset."""
   if out.suffix != '.jsonl':
-    raise UserError(f'--out={out}: wanted a name ending .jsonl, which tasksets read')
+    raise UserError(f'--out={out}: wanted a file name that ends in .jsonl')
   if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
     raise UserError(
       f'--out={out}: {out.parent} is not a writable directory; create it, or choose another'

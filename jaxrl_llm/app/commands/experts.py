@@ -1,7 +1,7 @@
-"""Adds expert rows to a run with the algorithm mix: answers to imitate, besides its demonstrations.
-Works while the run is active, and also while it is stopped.
+"""Adds expert rows, which are answers to imitate, to a run of the algorithm `mix`, in addition to
+its demonstrations. The run may be active or stopped.
 
-jaxrl experts --workdir=runs/x                                 # how many rows there are
+jaxrl experts --workdir=runs/x                                 # numbers of rows added so far
 jaxrl experts --workdir=runs/x --add=FILE.jsonl --who=ann      # the rows of a file
 jaxrl experts --workdir=runs/x --from_run=runs/y --select=best # rollouts of another run
 
@@ -10,9 +10,10 @@ and optionally `rewards`, `task`, `taskset`, `domain`, `origin` and `who`. When 
 all accepted rows are on disk. The run takes them before its next batch, in the order of their
 arrival, and trains on each of them once (`experts.max_uses`). If any lines are refused, they are
 printed with the reasons, the other lines are added, and the exit code is 1. The same row is added
-only once, so that a file may be given again.
+only once, so a file may be added again.
 
-Corrections of answers of the run: jaxrl feedback --uid=UID --correction=TEXT.
+To correct an answer of the run: jaxrl feedback --workdir=DIR --uid=UID --correction=TEXT
+--who=NAME.
 
 With --json, each of these commands prints one JSON document.
 """
@@ -44,18 +45,18 @@ flags.DEFINE_string(
 flags.DEFINE_list(
   'stages',
   [],
-  'Stages of the other run whose rollouts are used; by default all.',
+  'Stages of the other run whose rollouts are added; by default, all.',
   flag_values=FLAGS,
 )
 flags.DEFINE_enum(
   'select',
   'best',
   ['best', 'above', 'shortest_correct'],
-  'Samples to add of each group: best of n, those with at least --min_reward, or the shortest '
-  'correct one.',
+  'Samples to add from each group: the one with the highest reward, those with at least '
+  '--min_reward, or the shortest correct one.',
   flag_values=FLAGS,
 )
-flags.DEFINE_float('min_reward', 1.0, 'Least reward for --select=above.', flag_values=FLAGS)
+flags.DEFINE_float('min_reward', 1.0, 'Minimum reward for --select=above.', flag_values=FLAGS)
 flags.DEFINE_bool('json', False, 'Print one JSON document.', flag_values=FLAGS)
 
 
@@ -70,13 +71,13 @@ def _main(argv: Sequence[str]) -> int:
     raise UserError('--workdir is missing; usage: jaxrl experts --workdir=DIR --add=FILE')
   workdir = pathlib.Path(FLAGS.workdir)
   if FLAGS.add is not None and FLAGS.from_run is not None:
-    raise UserError('--add and --from_run: wanted one of them')
+    raise UserError('--add: cannot be combined with --from_run; give one of them')
   if FLAGS.add is None and FLAGS.from_run is None:
     with snapshot(workdir / 'replay') as (index, _):
       accounts = experts.account(index, workdir / 'replay')
     script.show(
       accounts._asdict(),
-      [accounts.line or 'no expert row was added', *accounts.problems],
+      [accounts.line or 'no expert rows have been added', *accounts.problems],
       as_json=FLAGS.json,
     )
     return 1 if accounts.problems else 0

@@ -1,5 +1,5 @@
-"""Attaches delayed rewards, such as human verdicts, to samples that wait for them. Works while the
-run is active, and also while it is stopped.
+"""Attaches delayed rewards, such as human verdicts, to samples that wait for them. The run may be
+active or stopped.
 
 jaxrl feedback --workdir=runs/x                                 # which groups wait
 jaxrl feedback --workdir=runs/x --uid=UID --value=1 --who=ann   # one verdict
@@ -7,7 +7,7 @@ jaxrl feedback --workdir=runs/x --uid=UID --correction=TEXT --who=ann  # a corre
 jaxrl feedback --workdir=runs/x --import=FILE.jsonl             # many verdicts and corrections
 jaxrl feedback --workdir=runs/x --export=FILE.jsonl             # the groups that wait
 jaxrl feedback --workdir=runs/x --page=FILE.html                # a page on which people judge them
-jaxrl feedback --workdir=runs/x --pairs=FILE.jsonl              # preference pairs of all verdicts
+jaxrl feedback --workdir=runs/x --pairs=FILE.jsonl              # preference pairs from all verdicts
 
 When the command returns, all accepted verdicts are on disk. Each line of an imported file has
 `uid`, `value` and `who` (a verdict), or `chosen`, `rejected` and `who` (a comparison), and
@@ -41,14 +41,22 @@ from jaxrl_llm.replay.inbox import LateVerdict, attach
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
-flags.DEFINE_string('uid', None, 'Sample to which a verdict is attached.', flag_values=FLAGS)
+flags.DEFINE_string(
+  'uid', None, 'Sample to which the verdict or correction belongs.', flag_values=FLAGS
+)
 flags.DEFINE_float('value', None, 'Value of the verdict.', flag_values=FLAGS)
 flags.DEFINE_string(
-  'correction', None, 'Corrected answer to the sample, as an expert row.', flag_values=FLAGS
+  'correction',
+  None,
+  'Corrected answer to the task of the sample; it becomes an expert row.',
+  flag_values=FLAGS,
 )
 flags.DEFINE_string('who', None, 'Name of the person or program that judges.', flag_values=FLAGS)
 flags.DEFINE_string(
-  'scorer', None, 'Scorer whose reward this is; needed only with several.', flag_values=FLAGS
+  'scorer',
+  None,
+  'Scorer of the verdict; needed only if the run has several delayed scorers.',
+  flag_values=FLAGS,
 )
 flags.DEFINE_string(
   'import', None, 'Attach the verdicts in this file, as JSON Lines.', flag_values=FLAGS
@@ -120,7 +128,9 @@ def _attach(directory: pathlib.Path) -> int:
 def _correct(workdir: pathlib.Path) -> int:
   for name in ('value', 'scorer'):
     if FLAGS[name].value is not None:
-      raise UserError(f'--{name}: not with --correction; a verdict is a command of its own')
+      raise UserError(
+        f'--{name}: cannot be combined with --correction; attach a verdict in a separate command'
+      )
   if FLAGS.who is None:
     raise UserError('--who is missing; a correction has --uid, --correction and --who')
   correction = Correction(FLAGS.uid, FLAGS.correction, FLAGS.who)

@@ -3,7 +3,7 @@
   jaxrl install --environment=vllm    # vLLM servers; about 3 GB
   jaxrl install --environment=aot     # compilers for absent TPUs and GPUs; about 1.5 GB
 
-The compilers serve `jaxrl train --dry_run --topology`.
+`jaxrl train --dry_run --topology` uses the compilers.
 
 In a checkout, `bash launch/install_vllm.sh` and `bash launch/install_aot.sh` do the same.
 """
@@ -30,7 +30,7 @@ SCRIPTS = pathlib.Path(__file__).parents[1] / 'environments' / 'launch'
 FLAGS = flags.FlagValues()
 flags.DEFINE_enum('environment', None, [*ENVIRONMENTS], 'Environment to create.', flag_values=FLAGS)
 flags.DEFINE_string(
-  'target', None, 'Directory; default: .venv-vllm or .venv-aot.', flag_values=FLAGS
+  'target', None, 'Directory to create; default: .venv-vllm or .venv-aot.', flag_values=FLAGS
 )
 flags.DEFINE_enum(
   'group',
@@ -52,7 +52,7 @@ def _main(argv: Sequence[str]) -> int:
   if name is None:
     raise UserError(f'--environment is missing; wanted one of {", ".join(ENVIRONMENTS)}')
   if FLAGS.group and name != 'vllm':
-    raise UserError(f'--group={FLAGS.group}: a build of vLLM, and --environment={name} has none')
+    raise UserError(f'--group={FLAGS.group}: is a build of vLLM; it needs --environment=vllm')
   target = pathlib.Path(FLAGS.target or ENVIRONMENTS[name]).absolute()
   # Resolve the link, because a script works in the directory above its own.
   command = ['bash', SCRIPTS.resolve() / f'install_{name}.sh', f'--target={target}']

@@ -1,4 +1,4 @@
-"""Launches a configuration on a cluster: from a configuration to a running job in one command.
+"""Launches a training job on this machine or on a cluster.
 
   jaxrl launch slurm --config=FILE --workdir=DIR --nodes=4 --gpus=8 [--submit]
   jaxrl launch slurm --status=ID | --logs=ID | --cancel=ID
@@ -64,7 +64,7 @@ def _main(argv: Sequence[str]) -> int:
   options = _read(launcher.Options, values)
   actions = [name for name in _ACTIONS if values[name].value]
   if len(actions) > 1:
-    raise UserError(f'--{actions[0]} beside --{actions[1]}: wanted one of them')
+    raise UserError(f'--{actions[0]}: cannot be combined with --{actions[1]}; give one of them')
   if actions in (['status'], ['logs'], ['cancel']):
     return _act(launcher, actions[0], values[actions[0]].value, options)
   if config_spec is None:
@@ -135,8 +135,8 @@ def _flags(launcher: Launcher) -> flags.FlagValues:
     for field in dataclasses.fields(cls):
       if field.name in values:
         raise UserError(
-          f'launcher {launcher.name!r}: its option {field.name} is a flag of every launcher; '
-          'wanted another name'
+          f'launcher {launcher.name!r}: its option {field.name} has the name of a flag that all '
+          'launchers share; rename it'
         )
       _define(field, field_types(cls)[field.name], documents.get(field.name, ''), values)
   return values
@@ -158,8 +158,8 @@ def _define(
 
 
 def _read(cls: type, values: flags.FlagValues) -> Any:
-  """Returns a dataclass built from the values of its flags. Flags that are not set leave the
-  defaults.
+  """Returns a dataclass built from the values of its flags. A field whose flag is not set keeps its
+  default.
   """
   fields = {}
   for field in dataclasses.fields(cls):

@@ -38,7 +38,7 @@ flags.DEFINE_enum(
   'form',
   None,
   ['apps', 'code_contests', 'livecodebench'],
-  'Data set whose rows the source has.',
+  'Format of the rows, named after a data set.',
   flag_values=FLAGS,
 )
 flags.DEFINE_string('out', None, 'File to write the rated rows to.', flag_values=FLAGS)
@@ -48,7 +48,9 @@ flags.DEFINE_string(
 flags.DEFINE_string(
   'options', '{}', 'Options, a JSON object; or --options.KEY=VALUE.', flag_values=FLAGS
 )
-flags.DEFINE_float('min_priority', None, 'Leaves out tasks below it.', flag_values=FLAGS)
+flags.DEFINE_float(
+  'min_priority', None, 'Leave out tasks with a lower priority.', flag_values=FLAGS
+)
 flags.DEFINE_float(
   'deadline_s', 300.0, 'Longest wait for the rating of a task, in seconds.', flag_values=FLAGS
 )
@@ -88,8 +90,8 @@ def _main(argv: Sequence[str]) -> int:
     uid, reason = next(iter(rated.failures.items()))
     raise UserError(
       f'{len(rated.failures)} of {len(taskset.tasks)} tasks have no rating, so nothing was '
-      f'written; the first: {uid}: {reason}; the same command asks about these only, '
-      '--on_failure=skip leaves them out'
+      f'written; the first: {uid}: {reason}; repeat the command to rate only these tasks, or leave '
+      'them out with --on_failure=skip'
     )
   least = FLAGS.min_priority
   rows = [row for row in rated.rows if least is None or row['priority'] >= least]
@@ -104,12 +106,12 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _check_out(out: pathlib.Path, rows: str) -> None:
-  """Raises UserError, before any question is sent, if `out` cannot be written or is the source."""
+  """Raises UserError, before any request is sent, if `out` cannot be written or is the source."""
   if out.suffix != '.jsonl':
-    raise UserError(f'--out={out}: wanted a name ending .jsonl, which tasksets read')
+    raise UserError(f'--out={out}: wanted a file name that ends in .jsonl')
   if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
     raise UserError(
       f'--out={out}: {out.parent} is not a writable directory; create it, or choose another'
     )
   if out.resolve() == pathlib.Path(rows).resolve():
-    raise UserError(f'--out={out}: is the file of the rows; choose another name')
+    raise UserError(f'--out={out}: is the file of --rows; choose another name')

@@ -1,10 +1,12 @@
-"""Repeats one update of a run and compares it bit for bit: `jaxrl replay --workdir=DIR [--step=N]`.
+"""Repeats one update of a run and compares the results bit for bit with the run's records.
 
-N is the step of a row of metrics.jsonl, by default the last. The replay starts from the newest
+  jaxrl replay --workdir=DIR [--step=N]
+
+N is the step of a row of metrics.jsonl, by default the last one. The replay starts from the newest
 commit before N, or from the initial state, and trains on the samples that the run's recorded plans
-list. For each step, it prints the loss, the gradient norm, and 'equal' or the differences from the
-run's records. It compares metrics and, if a commit of step N exists, also parameters and optimizer
-state. Exit code 0 means that everything is equal. The run directory is not changed.
+list. For each step, it prints the loss, the gradient norm, and 'equal' or the differences. It
+compares metrics and, if a commit of step N exists, also parameters and optimizer state. Exit code 0
+means that everything is equal. The run directory is not changed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
 flags.DEFINE_integer(
   'step',
   None,
-  'Update that completed this many batches; by default the last recorded one.',
+  'Step of the update to repeat; by default, the last recorded step.',
   flag_values=FLAGS,
 )
 _MEASURES = {
@@ -38,7 +40,7 @@ _MEASURES = {
   'critic grad norm': 'critic/grad_norm',
 }
 _LISTED = 3
-"""Maximum number of differences that are printed for a step."""
+"""Maximum number of differences to print for a step."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """Scores a file of completions with one scorer, to try it before a run.
 
-jaxrl score --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl  # mode by the ground truths
+jaxrl score --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl  # mode from the ground truths
 jaxrl score --scorer=answer --options.mode=numeric --rows=FILE.jsonl --out=SCORES.jsonl
 jaxrl score --scorer=verl --options.function=my_reward.py:compute_score \\
   --rows=FILE.jsonl --out=SCORES.jsonl
@@ -9,8 +9,8 @@ A row has verl's form {"prompt", "completion", "reward_model": {"style", "ground
 code, the form {"prompt"?, "completion", "tests", "entry_point"?}. --scorer is a name that `jaxrl
 train --list` prints, or 'module:attribute' of a custom scorer (the current directory is on the
 import path). SCORES.jsonl gets one score per row, in row order. It is not written if a row is
-invalid. Options: --options='{"mode": "numeric"}' or --options.mode=numeric; values are parsed as
-JSON, or else taken as text.
+invalid. Options: --options='{"mode": "numeric"}' or --options.mode=numeric; a value that is not
+JSON is taken as text.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer('workers', RewardsConfig.workers, 'Worker processes.', flag_values=FLAGS)
 flags.DEFINE_float(
-  'deadline_s', ScorerConfig.deadline_s, 'Longest duration of a call in seconds.', flag_values=FLAGS
+  'deadline_s', ScorerConfig.deadline_s, 'Time limit of a call in seconds.', flag_values=FLAGS
 )
 flags.DEFINE_integer(
   'memory_limit_mib',
   RewardsConfig.memory_limit_mib,
-  'Address space per worker, MiB; 0: no limit.',
+  'Maximum address space of a worker in MiB; 0: no limit.',
   flag_values=FLAGS,
 )
 USAGE = 'usage: jaxrl score --scorer=NAME --rows=FILE.jsonl --out=FILE.jsonl'
@@ -87,8 +87,8 @@ def _main(argv: Sequence[str]) -> int:
   scorer = build_scorer(config, '--scorer')
   if isinstance(scorer, Delayed | ByTrainer):
     raise UserError(
-      f'--scorer={FLAGS.scorer}: gives scores in a run only; a reward model that is served '
-      '(jaxrl serve --role=reward) scores files with --scorer=http'
+      f'--scorer={FLAGS.scorer}: gives scores only in a run; to score a file with a reward model, '
+      'serve it (jaxrl serve --role=reward) and use --scorer=http'
     )
   attempts = read_attempts(rows)
   chosen = choose(config, lambda: [attempt.task.truth for attempt in attempts])
@@ -139,7 +139,7 @@ def _check_out(out: pathlib.Path, rows: pathlib.Path) -> None:
     raise UserError(f'--out={out}: is not a regular file; choose another name')
   if out.resolve() == rows.resolve():
     raise UserError(
-      f'--out={out}: is the file of the rows, which is never overwritten; choose another name'
+      f'--out={out}: is the file of --rows, which is never overwritten; choose another name'
     )
 
 

@@ -16,20 +16,20 @@ text requests); the trainer sends the weights. Prints the addresses for
 explorer: a process that runs the rollout workflow (task to samples) for the run that listens at
 `rollout.explorers.listen`; any number may join and leave. reward: a reward model on this machine's
 devices, for scorers of kind `http`.
-sandbox: runs up to --programs untrusted programs at once. Give its address to the option
-`addresses` of the scorer `code`, whose `key_file` names a file with the same token.
-feedback: takes delayed rewards of the run in DIR, whether it runs or not: `POST /feedback` with
-`{"uid": ..., "value": ..., "who": ...}`. It does not register.
+sandbox: runs up to --programs untrusted programs at once, for the scorer `code`. List its address
+in the scorer's option `addresses`, and set `key_file` to a file with the same token.
+feedback: accepts delayed rewards for the run in DIR, which may be active or stopped: `POST
+/feedback` with `{"uid": ..., "value": ..., "who": ...}`. It does not use a registry.
 
 With --registry=DIR, addresses and tokens need not be exchanged by hand. DIR is a directory that all
 hosts of the job share. Services register in it and use its key as their token. Runs with
 `registry.directory` find the services in it, and explorers wait there for a run (instead of
 --master).
 
-Services listen on unix sockets that only this user can reach. With --host, a front (an
-HTTP server) listens at that address (vllm: one per server, on ports PORT, PORT + 1, ...). It
-rejects every request, whatever the path, without the token of --token_file. `--role=ROLE --help`
-lists a role's flags.
+Services listen on unix sockets that only this user can reach. With --host, a front (an HTTP server)
+listens at that address (vllm: one per server, on ports PORT, PORT + 1, ...). It rejects every
+request that lacks the token of --token_file, on all paths. `--role=ROLE --help` lists the flags of
+a role.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ jaxrl sweep --sweep=quickstart_lr --launcher=slurm [--submit]      # prints or s
 
 --config.KEY=VALUE overrides a field of every trial. The same command continues a sweep that was
 stopped or killed: each trial is a run in <sweepdir>/trials/<id> and resumes from its newest commit.
-Exit code 0: all trials finished or were stopped early; 1: some failed; 130 and 143: stopped by
-Ctrl-C and SIGTERM after commits; 2: the input is invalid.
+Exit code 0: all trials finished or were stopped early; 1: some failed; 2: the input is invalid; 130
+and 143: stopped by Ctrl-C and SIGTERM, after the running trials committed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ flags.DEFINE_string(
   'sweepdir', None, 'Directory of the sweep; by default runs/sweeps/<name>.', flag_values=FLAGS
 )
 flags.DEFINE_integer(
-  'parallel', 1, 'Number of trials at a time on this machine.', flag_values=FLAGS
+  'parallel',
+  1,
+  'Number of trials that run at the same time; with --launcher, the default is all.',
+  flag_values=FLAGS,
 )
 flags.DEFINE_integer(
   'gpus_per_trial', 0, 'GPUs that each trial sees; 0: all of them.', flag_values=FLAGS
@@ -99,7 +102,9 @@ def _main(argv: Sequence[str]) -> int:
   flag_args, spec, overrides = split_argv(argv)
   parse_flags(flag_args, FLAGS, __doc__, takes_config=False)
   if spec is not None:
-    raise UserError(f'--config={spec}: the sweep file names the base; wanted --config.KEY=VALUE')
+    raise UserError(
+      f'--config={spec}: the sweep file names the configuration; wanted --config.KEY=VALUE'
+    )
   if FLAGS.status and FLAGS.sweep is None and FLAGS.sweepdir is not None:
     return _print_status(pathlib.Path(FLAGS.sweepdir))
   if FLAGS.sweep is None:
@@ -126,11 +131,11 @@ def _main(argv: Sequence[str]) -> int:
 
 def _check_flags() -> None:
   if sum([FLAGS.dry_run, FLAGS.status, FLAGS.trial is not None]) > 1:
-    raise UserError('--dry_run, --status, --trial: wanted one of them')
+    raise UserError('--dry_run, --status, --trial: cannot be combined; give one of them')
   if FLAGS.submit and FLAGS.launcher is None:
-    raise UserError('--submit: wanted with --launcher=slurm')
+    raise UserError('--submit: needs --launcher=slurm')
   if FLAGS.json and not (FLAGS.dry_run or FLAGS.status):
-    raise UserError('--json: wanted with --dry_run or --status')
+    raise UserError('--json: needs --dry_run or --status')
   for name, least in (('parallel', 1), ('gpus_per_trial', 0), ('grace_s', 1)):
     if FLAGS[name].value < least:
       raise UserError(f'--{name}={FLAGS[name].value}: wanted at least {least}')

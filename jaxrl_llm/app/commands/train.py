@@ -59,10 +59,10 @@ flags.DEFINE_bool(
   flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_bool(
-  'reset_data', False, 'With --branch_from: begin the data of the stage afresh.', flag_values=FLAGS
+  'reset_data', False, 'With --branch_from: restart the data of the stage.', flag_values=FLAGS
 )
 flags.DEFINE_bool(
-  'reset_store', False, 'With --branch_from: begin with an empty store.', flag_values=FLAGS
+  'reset_store', False, 'With --branch_from: start with an empty store.', flag_values=FLAGS
 )
 flags.DEFINE_bool(
   'dry_run', False,
@@ -153,7 +153,7 @@ def _main(argv: Sequence[str]) -> int:
   membership = _join(config)
   available_devices()
   if not FLAGS.topology:
-    build_mesh(config.learner.mesh)  # Raises an invalid mesh's error before anything is written.
+    build_mesh(config.learner.mesh)  # Rejects an invalid mesh before anything is written.
   # The cache is not used for absent devices, because their compiled programs cannot be read back.
   if config.compilation_cache and not FLAGS.topology:
     use_compilation_cache(config.compilation_cache)
@@ -175,13 +175,11 @@ def _branch() -> Branch | None:
   reset = [name for name in RESETS if FLAGS[f'reset_{name}'].value]
   if FLAGS.branch_from is None:
     if reset:
-      raise UserError(
-        f'--reset_{reset[0]}: only a branch has something to reset; give --branch_from'
-      )
+      raise UserError(f'--reset_{reset[0]}: needs --branch_from')
     return None
   if FLAGS.init_from:
     raise UserError(
-      '--init_from: the weights of a branch are those of its commit; leave it out, or --branch_from'
+      '--init_from: cannot be combined with --branch_from, which takes the weights of its commit'
     )
   return Branch.parse(FLAGS.branch_from, reset)
 
@@ -192,7 +190,7 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   """
   chip = parse_topology(topology).chip
   if not dry_run:
-    raise UserError('--topology: compiles and trains nothing, so it needs --dry_run')
+    raise UserError('--topology: needs --dry_run, because it only compiles')
   jax.config.update('jax_platforms', 'cpu')
   if has_compiler(chip):
     return

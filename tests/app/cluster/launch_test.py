@@ -80,7 +80,7 @@ def test_a_submitted_job_is_asked_for_by_its_id(capsys, action):
     ((HERE, '--config=quickstart', '--retries=x'), "--retries: got 'x', wanted an integer"),
     ((HERE, '--config=quickstart', '--nodes=0'), '--nodes=0: wanted at least 1'),
     ((HERE, '--config=nowhere.py'), 'nowhere.py: no such configuration file'),
-    ((HERE, '--status=1', '--logs=1'), '--status beside --logs: wanted one of them'),
+    ((HERE, '--status=1', '--logs=1'), '--status: cannot be combined with --logs'),
     ((HERE, '--config=quickstart', 'extra'), 'extra: unexpected argument'),
   ],
 )

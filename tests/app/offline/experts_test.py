@@ -185,7 +185,7 @@ def test_a_run_that_would_not_train_on_them_takes_no_rows(tmp_path, capsys):
 
 def test_the_command_says_how_many_rows_there_are(run, tmp_path, capsys):
   assert add(run) == 0
-  assert capsys.readouterr().out == 'no expert row was added\n'
+  assert capsys.readouterr().out == 'no expert rows have been added\n'
   assert add(run, f'--add={written(tmp_path, {"prompt": "ab", "answer": "ba"})}', WHO) == 0
   capsys.readouterr()
   assert add(run) == 0

@@ -114,7 +114,7 @@ def test_tasks_without_a_rating_end_the_command_or_are_left_out(rows, capsys):
     (['--options.weights={"size": 1}'], "weights has 'size'"),
     (['--options.missing=skip'], "missing 'skip'"),
     (['--options.criteria=[]'], 'a rubric has 0 criteria'),
-    (['--out=rated.txt'], 'wanted a name ending .jsonl'),
+    (['--out=rated.txt'], 'wanted a file name that ends in .jsonl'),
     (['--min_priority=9'], 'no task remains'),
     (
       ['--options.criteria=[{"name": "quality", "text": "x"}]', '--form=apps'],
