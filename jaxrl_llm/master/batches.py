@@ -1,4 +1,4 @@
-"""Sources of each stage's batches, and the planner that turns a complete batch into a step plan.
+"""Sources of batches, and the planner that turns each complete batch into a step plan.
 
 A step plan contains the batch's rows, says how they are split into optimizer steps, and whether the
 run evaluates, commits or ends after the step.
@@ -124,7 +124,9 @@ class StreamBatches:
     return rows, {}
 
   async def take(self, count: int) -> list[Row]:
-    """Returns the next `count` rows, fewer than a whole batch. The stream continues after them."""
+    """Returns the next `count` rows, where `count` is smaller than a batch. The next call continues
+    after these rows.
+    """
     asked = self._events.request(Edge.FETCH, source='static')
     if self._ahead is not None:
       await asyncio.shield(self._ahead)
@@ -222,7 +224,7 @@ class RolloutBatches:
 
   async def unscored(self) -> list[Experience]:
     """Waits until the trainer's reward model must score samples of the next batch, and returns
-    them. Returns an empty list if it has no more to score for this batch, so that `next` is due.
+    them. Returns an empty list if the batch has no more such samples, so that `next` can be called.
     """
     return await self.explorer.unscored()
 
@@ -233,7 +235,7 @@ class RolloutBatches:
     return await self.explorer.score(verdicts)
 
   def proceed(self) -> None:
-    """Lets the explorer start groups again, once the engine serves again."""
+    """Lets the explorer start groups again. Call this once the engine serves again."""
     self.explorer.proceed()
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
@@ -289,7 +291,7 @@ class MixedBatches(RolloutBatches):
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
     rows, counts = await super().next()
-    # A signal may cancel this wait. The run then ends, and undoes at its next start what the thread
+    # A signal may cancel this wait. The run then ends, and its next start undoes what the thread
     # has recorded.
     added, more = await asyncio.to_thread(self._added.draw, self._step, self._rows)
     self._drawn = tuple(row.uid for row in added)

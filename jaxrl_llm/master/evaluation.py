@@ -59,8 +59,8 @@ class SuiteConfig:
     sampling = self.sampling
     if self.samples and sampling.temperature == 0:
       raise UserError(
-        f'evaluation.{self.name}.temperature: 0 with samples={self.samples}; all of them would be '
-        'greedy'
+        f'evaluation.{self.name}.temperature: 0 with samples={self.samples}, which would all be '
+        'greedy; wanted a temperature above 0, or samples=0'
       )
 
   @property
@@ -121,7 +121,7 @@ def sampled_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -
   n.
 
   n is `suite.samples`. pass@k is the mean over the tasks with at least k scorable samples. maj@n is
-  the share of tasks whose most frequent answer is correct.
+  the mean of `majority` over the tasks.
   """
   by_task = [solved for rows in rows_by_task if (solved := _solved(suite, rows))]
   means = [mean(solved) for solved in by_task]
@@ -230,7 +230,7 @@ class Evaluator:
       name='suite',
       owner=f'evaluation {suite.name}',
       waits_for=(
-        'another of its tasks to end, by the engine and the scorers (rollout.collect_deadline_s)'
+        'the engine and the scorers to finish another of its tasks (rollout.collect_deadline_s)'
       ),
       deadline_s=self._deadline_s,
     )

@@ -17,14 +17,14 @@ class AddedExperts:
     """
     Args:
       max_uses: maximum number of batches that train on a row.
-      bounds: limits of the run, which a row must not exceed. Rows that an earlier start of the run,
-        with larger limits, has taken are not drawn.
+      bounds: limits of the run, which a row must not exceed. A row that exceeds them is not drawn
+        even if an earlier start of the run, with larger limits, has taken it.
     """
     self._store, self._max_uses, self._bounds = store, max_uses, bounds
 
   def draw(self, step: int, count: int) -> tuple[list[Row], dict[str, int]]:
-    """Takes the rows that have arrived, and draws at most `count` rows for the batch of a step. It
-    is to be called once for each step.
+    """Takes the rows that have arrived, and draws at most `count` rows for the batch of a step.
+    Call it once per step.
 
     Returns the rows, and the counters `experts/…` of the batch.
     """

@@ -8,8 +8,8 @@ counted in this run's versions.
 Invariants:
 - Which groups a batch contains depends only on the shared batches, their order, and which of them
   were void when they were read. A killed run therefore repeats its batches and weights bit for bit,
-  unless the other run made groups void meanwhile. It leaves out groups from exported weights that
-  it has not trained again.
+  unless the other run made groups void meanwhile. After a restart, the run leaves out groups that
+  were generated with exported weights that it has not trained again.
 - The position in the shared batches is part of this run's commits.
 - Each copied group ends in the state trained, expired or dropped. Groups that are left out are
   counted.
@@ -86,7 +86,7 @@ class _Group:
   uids: tuple[tuple[str, ...], ...]
   """uids of the steps of each trajectory."""
   attempt: int
-  """Attempt (start) of the other run in which it shared the group."""
+  """Attempt (start of the other run) that shared the group."""
   step: int
   """Step of the shared batch that contained the group."""
   key: str
@@ -261,12 +261,12 @@ class FollowedBatches:
     for opening in openings:
       if opening.store != (store := store or opening.store):
         raise UserError(
-          f'{config.where}.run: its store is {opening.store}, and this run has followed {store}; '
-          'restore that run, or branch from a commit with --reset_data'
+          f'{config.where}.run: has store {opening.store}, but this run has followed store '
+          f'{store}; restore that run directory, or branch from a commit with --reset_data'
         )
       if opening.vocabulary != config.vocabulary:
         raise UserError(
-          f'{config.where}.run: had another vocabulary; start both runs from the same checkpoint, '
+          f'{config.where}.run: has another vocabulary; start both runs from the same checkpoint, '
           'or use the same tasksets and policy.tokenizer'
         )
     place = next_batch(openings, attempt, step)
@@ -295,7 +295,8 @@ class FollowedBatches:
     self._waiting = [group for group in self._waiting if not void(group.attempt, group.step)]
     self._writer.drop(_uids(voided), VOIDED)
     self._counts['voided'] += len(voided)
-    # Void groups of attempts before `before` were counted when attempt `before` was found.
+    # Void groups of attempts before `before` were counted when reading advanced to attempt
+    # `before`.
     self._counts['voided_trained'] += sum(
       attempt >= before and void(attempt, step) for attempt, step in self._recent.values()
     )
@@ -344,8 +345,8 @@ class FollowedBatches:
     config = self._config
     if len(group.trajectories) > config.group_size:
       raise UserError(
-        f'{config.where}.group_size: {config.group_size}, and the run that it follows shares '
-        f'groups of {len(group.trajectories)}; raise it'
+        f'{config.where}.group_size: {config.group_size}, but {config.where}.run shares groups of '
+        f'{len(group.trajectories)}; raise group_size'
       )
     self._check(group, trajectories)
     versions = [self._versions(batch, steps) for steps in trajectories]
@@ -376,8 +377,8 @@ class FollowedBatches:
     first = trajectories[0][0]
     if [*self._render(task)] != first.tokens[: first.prompt_len].tolist():
       raise UserError(
-        f'{what} has another prompt than {task.uid} has here; use the same tokenizer and template '
-        '(policy.init_from, or the same tasksets and policy.tokenizer)'
+        f"{what}: its prompt is not this run's prompt of task {task.uid}; use the same tokenizer "
+        'and template (policy.init_from, or the same tasksets and policy.tokenizer)'
       )
     for steps in trajectories:
       if len(steps) > config.max_steps:
@@ -394,7 +395,7 @@ class FollowedBatches:
           )
     indices = [steps[0].sample_index for steps in trajectories]
     if len(set(indices)) < len(indices):
-      raise UserError(f'{what} has two trajectories with the same index (of {sorted(indices)})')
+      raise UserError(f'{what} has two trajectories with the same index: {sorted(indices)}')
 
   def _versions(
     self, batch: SharedBatch, steps: Sequence[Sample]
@@ -412,8 +413,9 @@ class FollowedBatches:
         return None
       if version.run != self._store.name:
         raise UserError(
-          f'{self._config.where}.run: follows the weights of another run (store {version.run}, '
-          f'and this one has {self._store.name}); set its source.follow.run to this directory'
+          f'{self._config.where}.run: follows the weights of another run (store {version.run}; '
+          f'the store of this run is {self._store.name}); set its source.follow.run to this run '
+          'directory'
         )
       if self._exported(version.step) != version.digest:
         return None

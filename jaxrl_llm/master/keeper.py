@@ -139,7 +139,7 @@ async def write_step(
     step: number of batches that the run has completed.
     seconds: durations of the step's parts, keyed by the name of the part. `step` and `gen` are
       required.
-    spent: metrics of the trainer's time and memory, keyed by name.
+    spent: metrics of the time and memory that the trainer used, keyed by name.
   """
   batches = logs.batches[stage.name]
   taken = batches.taken()
@@ -219,8 +219,8 @@ class RunKeeper:
   ):
     """
     Args:
-      goodput_file: file for the seconds of this process; None in process 0, whose seconds are in
-        the metrics.
+      goodput_file: file to which this process appends the seconds that it spent on each activity;
+        None in process 0, which writes them as metrics.
       logs: outputs of process 0; None in the other processes.
       needed: takes the state of the run, and returns the steps of the commits that later stages
         may start from.

@@ -51,7 +51,7 @@ class LoopState:
   """Number of the signal that ends the run; 0 if there was none."""
   bests: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
   """(accuracy, step) of the best evaluation after at least one step of each stage so far, keyed by
-  stage. The earliest of equal ones counts.
+  stage. Of equal accuracies, the earliest counts.
   """
 
 
@@ -227,7 +227,7 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
     # A later stage may start from the weights of this stage's last commit.
     await parts.keeper.settle()
   with process.stopwatch.timed('enter'):
-    del trainer  # Freeing its programs takes time, which counts for the next stage.
+    del trainer  # Freeing its programs takes time, which is counted here as `enter`.
   return state
 
 

@@ -64,7 +64,8 @@ def mismatch_metrics(pairs: Sequence[Pair]) -> dict[str, Metric]:
   pairs = [(np.asarray(t, np.float64), np.asarray(b, np.float64)) for t, b in pairs if len(t)]
   if not pairs:
     return {}
-  # NaN and infinite logprobs show in the metrics, so NumPy's warnings about them are suppressed.
+  # NaN and infinite logprobs are visible in the metrics, so NumPy's warnings about them are
+  # suppressed.
   with np.errstate(invalid='ignore', over='ignore'):
     return _of_tokens(np.concatenate([t - b for t, b in pairs])) | _of_sequences(pairs)
 

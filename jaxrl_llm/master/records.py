@@ -258,9 +258,9 @@ def rollout_rows(
 
   Args:
     decode: returns the text of token ids, special tokens included.
-    most_tokens: if the batch has more response tokens, rows of some of its groups are returned (see
-      `LoggingConfig.transcript_tokens`). Each row then also has the number of samples in the batch,
-      under `step_samples`.
+    most_tokens: if the batch has more response tokens than this, only the rows of some of its
+      groups are returned (see `LoggingConfig.transcript_tokens`). Each row then also has the number
+      of samples in the batch, under `step_samples`.
   """
   numbers = _rollouts(batch, taken)
   chosen = _transcribed(batch, numbers, most_tokens)

@@ -50,7 +50,7 @@ class ScoringPass:
     """
     if model.spec.head != 'scalar':
       raise UserError(
-        f'a reward model has a scalar head, and this {model.spec.family} model has head '
+        f'a reward model needs a scalar head, but this {model.spec.family} model has head '
         f'{model.spec.head!r}'
       )
     self.max_length, self.sequences = max_length, sequences

@@ -1,7 +1,8 @@
 """Shares the batches of a run that only explores with the run that trains on them.
 
-The two runs share only files. This run follows the exported versions of the other's weights
-(`weights.versions`), and the other run follows the batches of this one (`replay.shared`).
+The two runs exchange only files. This run reads the versions of the weights that the other run
+exports (`weights.versions`), and the other run reads the batches that this run shares
+(`replay.shared`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Audit of a store: checks, from its files alone, that every issued sample is in exactly one state,
-such as trained or dropped, and that its bytes are where this state requires.
+such as trained or dropped, and that its bytes are stored where this state requires.
 
 Invariant: the audit does not rely on states and counts in the index. It derives each sample's state
 from the recorded transitions, recomputes all counts, and reads and decodes the bytes of every
@@ -68,8 +68,8 @@ class AuditReport:
   there are no verdicts.
   """
   experts: str
-  """One line with the numbers of expert rows that were added to the run, by what became of them;
-  empty if there are none.
+  """One line with the numbers of expert rows that were added to the run, by status; empty if there
+  are none.
   """
   problems: tuple[str, ...]
   """One line for each problem; empty if `ok`."""
@@ -212,7 +212,7 @@ class _Audit:
         counting += state != State.VOID
         trained.update(step for _, step, after, _ in changes if after == State.TRAINED)
         if not changes:
-          yield f'{name}: was issued and has no transition'
+          yield f'{name}: was issued but has no transition'
           continue
         yield from self._replayed(name, row, changes)
       if counting > 1:
@@ -222,7 +222,7 @@ class _Audit:
       'SELECT DISTINCT uid, attempt FROM transitions t WHERE NOT EXISTS (SELECT 1 FROM samples s '
       'WHERE s.uid = t.uid AND s.attempt = t.attempt)'
     ):
-      yield f'{uid} (attempt {attempt}): has transitions and was never issued'
+      yield f'{uid} (attempt {attempt}): has transitions but was never issued'
 
   def _replayed(
     self, name: str, row: tuple, changes: list[tuple[int, int, State, str]]
@@ -230,12 +230,12 @@ class _Audit:
     uid, _, partition, issued, state, *repeated = row
     if changes[0][1:3] != (issued, State.ISSUED):
       yield (
-        f'{name}: its first transition is {changes[0][2]} at step {changes[0][1]}, issued at '
-        f'{issued}'
+        f'{name}: its first transition is {changes[0][2]} at step {changes[0][1]}, wanted issued '
+        f'at step {issued}'
       )
     for (_, before_step, before, _), (_, step, after, _) in itertools.pairwise(changes):
       if not may_become(partition, before, after):
-        yield f'{name}: went from {before} to {after}, being {partition}'
+        yield f'{name}: went from {before} to {after}, which partition {partition} does not permit'
       # A transition to void has the step of the recovered commit, which may be earlier than the
       # step of the sample's previous transition.
       if step < before_step and after != State.VOID:
@@ -247,16 +247,19 @@ class _Audit:
       yield f'{name}: accepted more than once'
     seq, step, last, reason = changes[-1]
     if state != last:
-      yield f'{name}: the index says {state}, its last transition {last}'
+      yield f'{name}: the index says {state}, but its last transition is to {last}'
     admitted = steps[State.ADMITTED][0] if steps[State.ADMITTED] else None
     wanted = [step, seq, admitted, len(steps[State.TRAINED])]
     if repeated[:4] != wanted:
       yield (
-        f'{name}: the index says changed, last, admitted, uses {repeated[:4]}, its transitions '
-        f'{wanted}'
+        f'{name}: the index says changed, last, admitted, uses {repeated[:4]}, but its transitions '
+        f'say {wanted}'
       )
     if (repeated[4] is None) != (partition == 'expert' or not steps[State.STORED]):
-      yield f'{name}: version {repeated[4]}, accepted {len(steps[State.STORED])} times'
+      yield (
+        f'{name}: the index says version {repeated[4]}, but it was accepted '
+        f'{len(steps[State.STORED])} times'
+      )
     self._states[partition, last] += 1
     if last in LIVE:
       self._live.append(uid)
@@ -281,8 +284,8 @@ class _Audit:
     for key in sorted(kept.keys() | self._states.keys()):
       if kept.get(key, 0) != self._states[key]:
         yield (
-          f'{key[0]} {key[1]}: the index counts {kept.get(key, 0)} samples, their transitions '
-          f'{self._states[key]}'
+          f'{key[0]} {key[1]}: the index counts {kept.get(key, 0)} samples, but by their '
+          f'transitions they are {self._states[key]}'
         )
 
   def _locations(self) -> Iterator[str]:
@@ -317,8 +320,8 @@ class _Audit:
           self._lost.append(uid)
         status = f'{state} (expert)' if static else state
         yield (
-          f'{uid} (attempt {attempt}): is {status}, bytes in the open segment {opened}, in a '
-          f'sealed one {sealed}'
+          f'{uid} (attempt {attempt}): is {status}, but its bytes are in {opened} open and '
+          f'{sealed} sealed segments'
         )
     for table in ('open_segment', 'segment_rows', 'scores', 'derived', 'duplicates', 'partials'):
       for uid, attempt in self._db.execute(
@@ -326,7 +329,7 @@ class _Audit:
         f'SELECT DISTINCT uid, attempt FROM {table} t WHERE NOT EXISTS (SELECT 1 FROM samples s '
         'WHERE s.uid = t.uid AND s.attempt = t.attempt)'
       ):
-        yield f'{uid} (attempt {attempt}): in {table} and was never issued'
+        yield f'{uid} (attempt {attempt}): is in table {table} but was never issued'
 
   def _sealed(self) -> Iterator[str]:
     """Checks that every row of a sealed segment that the index lists exists in the segment's file,
@@ -336,11 +339,11 @@ class _Audit:
       'SELECT g.name, g.rows FROM segments g WHERE rows != (SELECT count(*) FROM segment_rows r '
       'WHERE r.name = g.name)'
     ):
-      yield f'segment {name}: the index names other rows than the {rows} sealed'
+      yield f'segment {name}: has {rows} rows, but the index lists a different number'
     for (name,) in self._db.execute(
       'SELECT name FROM segment_rows EXCEPT SELECT name FROM segments'
     ):
-      yield f'segment {name}: has rows in the index and is not in it'
+      yield f'segment {name}: the index lists its rows but not the segment'
     cursor = self._db.execute(
       'SELECT r.name, r.row, r.uid, s.version FROM segment_rows r LEFT JOIN samples s USING (uid, '
       'attempt) ORDER BY r.name, r.row'
@@ -365,7 +368,7 @@ class _Audit:
       'AND NOT EXISTS (SELECT 1 FROM tasks t WHERE t.uid = s.task_id)'
     ).fetchone()
     if strangers:
-      yield f'{strangers} samples are of tasks that the taskset partition does not have'
+      yield f'{strangers} samples belong to tasks that the taskset partition does not list'
 
   def _left_behind(self) -> Iterator[str]:
     """Checks for two kinds of samples that a fault may leave behind.
@@ -382,15 +385,15 @@ class _Audit:
       'm.group_id = s.group_id AND m.attempt = s.attempt AND m.last > s.last AND '
       "m.state NOT IN ('issued', 'partial', 'stored', 'awaiting', 'void')) ORDER BY seq"
     ):
-      yield f'{uid} (attempt {attempt}): is {state}, and its group {group} has ended without it'
+      yield f'{uid} (attempt {attempt}): is {state}, but its group {group} has ended without it'
     for uid, attempt, scorer, step in self._db.execute(
       'SELECT uid, attempt, scorer, step FROM (SELECT DISTINCT uid, attempt, step FROM duplicates) '
       'CROSS JOIN scores USING (uid, attempt, step) GROUP BY uid, attempt, scorer, step HAVING '
       'count(*) > 1'
     ):
       yield (
-        f'{uid} (attempt {attempt}): came twice and was scored twice by {scorer} at step {step}; '
-        'the score in force may be that of the result that was not accepted'
+        f'{uid} (attempt {attempt}): arrived twice and was scored twice by {scorer} at step '
+        f'{step}; the score in force may belong to the result that was not accepted'
       )
 
   def _journal(self) -> Iterator[str]:
@@ -402,8 +405,8 @@ class _Audit:
     for (written,) in self._db.execute('SELECT bytes FROM journal'):
       if (end := readable(self._directory)) < written:
         yield (
-          f'journal: damaged, readable are {end} of {written} bytes; remove it, and the next start '
-          'makes it again from the index'
+          f'journal: damaged, only {end} of {written} bytes are readable; remove it, and the next '
+          'start recreates it from the index'
         )
 
   def _partial(self) -> Iterator[str]:
@@ -419,7 +422,7 @@ class _Audit:
       # spans.
       if kept > became or (state == State.PARTIAL and kept < became):
         self._lost += [uid] if kept < became else []
-        yield f'{uid} (attempt {attempt}): has {kept} spans, its transitions say {became}'
+        yield f'{uid} (attempt {attempt}): has {kept} spans, but its transitions say {became}'
     for uid, payload in self._db.execute('SELECT uid, payload FROM partials'):
       try:
         decode_span(payload)
@@ -454,21 +457,21 @@ class _Audit:
       )
     )
     if before not in states:
-      yield f'{sample.uid}: is step {sample.step_index}, and step {before} was never issued'
+      yield f'{sample.uid}: is step {sample.step_index}, but step {before} was never issued'
     elif sample.uid in states and states[before] != states[sample.uid]:
       yield (
-        f'{sample.uid}: is {states[sample.uid]}, and the step before it, {before}, is '
+        f'{sample.uid}: is {states[sample.uid]}, but the step before it, {before}, is '
         f'{states[before]}'
       )
 
 
 def _identity(where: str, uid: str, version: int | None, sample: Sample) -> Iterable[str]:
   if sample.uid != uid:
-    yield f'{where} is {sample.uid}, the index says {uid}'
+    yield f'{where} contains {sample.uid}, but the index says {uid}'
   elif oldest_version(sample) != version:
-    yield f'{where} is of version {oldest_version(sample)}, the index says {version}'
+    yield f'{where} has version {oldest_version(sample)}, but the index says {version}'
   if sample.step_index and sample.uid != step_uid(sample.trajectory_id, sample.step_index):
     yield (
-      f'{where} is step {sample.step_index} of trajectory {sample.trajectory_id}, its uid is '
+      f'{where} is step {sample.step_index} of trajectory {sample.trajectory_id}, but its uid is '
       f'{sample.uid}'
     )

@@ -18,7 +18,7 @@ class Awaited:
 
   scorers: Mapping[str, int]
   """Number of verdicts that each sample needs, keyed by scorer. The verdicts of a scorer must come
-  from different persons or programs.
+  from different people or programs.
   """
   since: float
   """Unix time at which the wait began."""

@@ -51,7 +51,7 @@ def snapshot(directory: str | os.PathLike) -> Iterator[tuple[sqlite3.Connection,
   if not path.is_file():
     raise UserError(
       f'replay store {path}: no such file; give the replay directory of a run (<workdir>/replay); '
-      'if it was lost, jaxrl buffer --rebuild rebuilds it from the journal'
+      'if the index was lost, jaxrl buffer --rebuild rebuilds it from the journal'
     )
   # Without a write-ahead log (WAL), no process has the index open. The index can then be opened as
   # immutable, which creates no files.

@@ -30,7 +30,7 @@ def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[st
     UserError: the index is damaged, or was not written by this program.
   """
   if not (directory / INDEX).is_file():
-    remedy = ' (jaxrl buffer --rebuild makes it)' if (directory / JOURNAL).is_file() else ''
+    remedy = ' (jaxrl buffer --rebuild recreates it)' if (directory / JOURNAL).is_file() else ''
     return [f'{directory / INDEX}{f" (store {store})" if store else ""}{remedy}']
   with snapshot(directory) as (db, _):
     row = db.execute("SELECT json FROM meta WHERE key = 'store'").fetchone()
@@ -64,5 +64,5 @@ def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[st
     move = f' ({aside} of them in {QUARANTINE}/: move them back)' if aside else ''
     phrases.append(f'{of} {listed(gone)}{move}')
   if cut:
-    phrases.append(f'{of} {listed(cut)}: damaged, or not with the rows that the index names')
+    phrases.append(f'{of} {listed(cut)}: damaged, or without the rows that the index lists')
   return phrases

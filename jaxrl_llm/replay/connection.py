@@ -59,7 +59,7 @@ class Connection:
         raise
       except sqlite3.DatabaseError as error:
         raise RunError(
-          f'replay store {self.directory / INDEX}: {error}; nothing acknowledged is lost: free '
+          f'replay store {self.directory / INDEX}: {error}; no acknowledged change is lost: free '
           'disk space, end other processes that write to this run directory, and start again with '
           'the same command'
         ) from error
@@ -79,7 +79,7 @@ class Connection:
     uids = list(uids)
     if len(set(uids)) != len(uids):
       raise ValueError(
-        f'a uid is named twice in one call: {next(u for u in uids if uids.count(u) > 1)}'
+        f'a uid is given twice in one call: {next(u for u in uids if uids.count(u) > 1)}'
       )
     rows = self.db.execute(f'{ENTRY} WHERE uid IN ({NAMED}) ORDER BY attempt', (json.dumps(uids),))
     # Rows are sorted by attempt, so the newest row of a uid replaces its earlier ones.

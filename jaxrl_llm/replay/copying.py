@@ -51,14 +51,14 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
         index.backup(copied)
       except sqlite3.OperationalError as error:
         raise UserError(
-          f'{target / INDEX}: cannot be written ({error}); make room, then give the same command '
-          'again'
+          f'{target / INDEX}: cannot be written ({error}); free disk space, then run the same '
+          'command again'
         ) from error
       (before,) = copied.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()
       if max_uses < json.loads(before):
         raise UserError(
-          f'replay store {source}: its samples may be used {before} times, and the branch allows '
-          f'{max_uses}; add --reset_store, or leave past.max_uses'
+          f'replay store {source}: its samples may be used {before} times, but the branch allows '
+          f'only {max_uses}; add --reset_store, or keep the value of past.max_uses'
         )
       copied.executemany(
         'INSERT OR REPLACE INTO meta VALUES (?,?)',
@@ -76,8 +76,8 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
     for (name,) in index.execute(_NEEDED, {'commit': commit}).fetchall():
       if pathlib.PurePath(name).name != name:
         raise UserError(
-          f'replay store {source}: its segment {name!r} is outside of the store, which is damaged; '
-          'branch with --reset_store'
+          f'replay store {source}: damaged: its segment {name!r} is outside of the store; branch '
+          'with --reset_store'
         )
       try:
         link_or_copy(source / SEGMENTS / name, target / SEGMENTS / name)

@@ -65,9 +65,9 @@ class ExpertRow:
   sample: Sample
   """Tokens of prompt and answer. The loss covers the tokens of role `POLICY`."""
   who: str
-  """Name of the person or program that adds it."""
+  """Name of the person or program that adds the row."""
   origin: Mapping[str, Json]
-  """Where it comes from, such as file and line."""
+  """Origin of the row, such as file and line."""
   scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
   """Values that scorers gave to the answer, keyed by scorer."""
 
@@ -83,7 +83,7 @@ class ExpertRow:
     if len(text := json.dumps(dict(self.origin))) > MAX_ORIGIN:
       raise UserError(f'origin: {len(text)} characters as JSON, wanted at most {MAX_ORIGIN}')
     if not (self.sample.role == Role.POLICY).any():
-      raise UserError('its answer has no token')
+      raise UserError('the answer has no tokens')
 
 
 class Added(NamedTuple):
@@ -91,7 +91,7 @@ class Added(NamedTuple):
 
   uid: str
   before: str | None
-  """Name of whoever had added the same row before; None if it is new."""
+  """Name of the person or program that added the same row earlier; None if the row is new."""
 
 
 def digest(sample: Sample) -> str:
@@ -217,13 +217,15 @@ def _newest(directory: str | os.PathLike) -> int:
 
 
 class Record:
-  """Which rows a run has taken: for each step at which some had arrived, the number of the last."""
+  """Record of the rows that a run has taken: for each step at which new rows had arrived, the
+  number of the last of them.
+  """
 
   def __init__(self, store: ReplayStore):
     self._store = store
     saved = store.meta(_RECORD) or {'step': -1, 'taken': [], 'refused': {}}
     self.step: int = saved['step']
-    """Last step for which it is recorded what had arrived."""
+    """Last step for which the arrivals are recorded."""
     self.taken: list[tuple[int, int]] = [(step, until) for step, until in saved['taken']]
     """(step, number of the last row) in ascending order."""
     self.refused: dict[str, str] = saved['refused']
@@ -239,8 +241,8 @@ class Record:
 
 
 def take(store: ReplayStore, step: int, check: Callable[[Sample], None]) -> int:
-  """Copies the rows that have arrived before the batch of this step to the store, in the order of
-  their arrival. Returns their number.
+  """Copies to the store the rows that arrived before the batch of this step, in the order of their
+  arrival. Returns the number of rows that were copied.
 
   If the run repeats the step after a crash, the rows are those that it took the first time.
 
@@ -300,10 +302,10 @@ def _checked(row: Arrival, check: Callable[[Sample], None]) -> Sample:
   try:
     sample = decode(row.payload)
     intact = sample.uid == row.uid and digest(sample) == row.digest
-  except Exception as error:  # Damaged bytes raise whatever the decoder meets.
+  except Exception as error:  # Decoding damaged bytes may raise any exception.
     raise ValueError(f'damaged: {type(error).__name__}') from error
   if not intact:
-    raise ValueError('damaged: its digest is another')
+    raise ValueError('damaged: its digest does not match')
   if not all(math.isfinite(value) for value in row.scores.values()):
     raise ValueError('a score is not finite')
   check(sample)
@@ -311,7 +313,7 @@ def _checked(row: Arrival, check: Callable[[Sample], None]) -> Sample:
 
 
 class Accounts(NamedTuple):
-  """Numbers of added rows by what became of them."""
+  """Numbers of added rows, by status."""
 
   added: int
   trained: int
@@ -322,7 +324,7 @@ class Accounts(NamedTuple):
   refused: int
   """Number of rows that the run cannot train on."""
   uses: dict[int, int]
-  """Number of the trained rows, keyed by the number of batches that trained on them."""
+  """Number of trained rows, keyed by the number of batches that trained on them."""
   problems: list[str]
 
   @property
@@ -371,7 +373,7 @@ def account(index: sqlite3.Connection, directory: str | os.PathLike) -> Accounts
     else:
       counts['waiting'] += 1
   problems += [
-    f'{uid}: is an expert row that {ARRIVALS} does not have' for uid in stored if uid not in known
+    f'{uid}: is an expert row but is not in {ARRIVALS}' for uid in stored if uid not in known
   ]
   kinds = ('trained', 'waiting', 'arriving', 'refused')
   return Accounts(counts.total(), *(counts[kind] for kind in kinds), dict(uses), problems)
@@ -391,7 +393,7 @@ def _inspected(directory: str | os.PathLike) -> Iterator[tuple[str, bool]]:
 
 
 def copy(source: str | os.PathLike, target: str | os.PathLike) -> None:
-  """Copies the rows that were added to one store to another store, to which none were added yet."""
+  """Copies the rows that were added to one store to another store, which has no added rows yet."""
   if (pathlib.Path(source) / ARRIVALS).exists():
     with _arrivals(source) as db:
       copy_inbox(db, pathlib.Path(target) / ARRIVALS)

@@ -87,8 +87,8 @@ def export(
 ) -> Exported:
   """Writes samples to a new file, in the order in which they were issued.
 
-  A run may write to the store at the same time: the export shows the store at one moment. Memory
-  use does not depend on the number of samples.
+  A run may write to the store at the same time; the export shows the store as it was at one moment.
+  Memory use does not depend on the number of samples.
 
   Args:
     directory: directory of the store.
@@ -107,7 +107,7 @@ def export(
       output.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + '\n')
     if not (exporter.samples or exporter.without_bytes or exporter.lost):
       raise UserError(
-        f'replay store {directory}: it has no sample{selection.text}; jaxrl buffer without '
+        f'replay store {directory}: has no sample{selection.text}; jaxrl buffer without '
         '--export shows what it has'
       )
   return Exported(
@@ -122,7 +122,7 @@ def export(
 @contextlib.contextmanager
 def _new_file(path: pathlib.Path) -> Iterator[TextIO]:
   """Opens a temporary file, which gets its final name at the end of the block."""
-  exists = UserError(f'{path}: it exists, and an export replaces no file; choose another name')
+  exists = UserError(f'{path}: exists, and an export overwrites no file; choose another name')
   if path.exists():
     raise exists
   temporary = path.with_name(f'{path.name}.tmp')
@@ -130,7 +130,8 @@ def _new_file(path: pathlib.Path) -> Iterator[TextIO]:
     output = temporary.open('x', encoding='utf-8')
   except FileExistsError as error:
     raise UserError(
-      f'{temporary}: it exists: another export is writing it, or was killed; remove it if none is'
+      f'{temporary}: exists: another export is writing it, or was killed; remove the file if no '
+      'export is running'
     ) from error
   except OSError as error:
     raise UserError(f'{path}: cannot be created: {error.strerror}') from error
@@ -240,7 +241,7 @@ class _Exporter:
       elif isinstance(sample, SegmentError):
         self.lost[name].add(row.uid, str(sample))
       elif sample.uid != row.uid:
-        self.lost[name].add(row.uid, f'the row is {sample.uid}; run --audit')
+        self.lost[name].add(row.uid, f'its row contains {sample.uid}; run --audit')
       else:
         samples[row.seq] = sample
     return samples

@@ -13,7 +13,7 @@ from jaxrl_llm.replay.tables import AWAITED, State
 
 
 class Feedback(NamedTuple):
-  """Numbers of verdicts in the inbox: of all verdicts, and by what happened to them."""
+  """Numbers of verdicts in the inbox, in total and by status."""
 
   verdicts: int
   waiting: int
@@ -66,12 +66,14 @@ def account(index: sqlite3.Connection, directory: str | os.PathLike) -> Feedback
     elif state is None:
       counts['lost'] += 1
       if not _was_issued(index, given.uid, given.attempt):
-        problems.append(f'{given.uid} (attempt {given.attempt}): has a verdict, was never issued')
+        problems.append(
+          f'{given.uid} (attempt {given.attempt}): has a verdict but was never issued'
+        )
     else:
       counts['unused'] += 1
   problems += [
-    f'{uid} (attempt {attempt}): its score of {scorer} rests on a verdict of {who}, {value}, which '
-    'the inbox does not have'
+    f'{uid} (attempt {attempt}): its score of {scorer} is based on a verdict of {who}, {value}, '
+    'which is not in the inbox'
     for (uid, attempt, scorer), verdicts in scored.items()
     for who, value in verdicts
     if (uid, attempt, scorer, who, value) not in known

@@ -47,8 +47,8 @@ _TABLES = (
 Refusal = Literal['invalid', 'unknown', 'late', 'conflict']
 """Reason for refusing a verdict. invalid: a field is missing, malformed or out of range. unknown:
 there is no sample with this uid, or no delayed reward with this scorer. late: the sample never
-waited for this verdict, or waits no longer. conflict: the same person has given the sample another
-value.
+waited for delayed rewards, or no longer does. conflict: the same person or program has given the
+sample another value.
 """
 
 
@@ -109,7 +109,7 @@ def check_who(where: str, who: object) -> None:
   if not (named and 0 < len(who) <= MAX_WHO):
     raise UserError(
       f'{where}: who is {_shown(who)}, wanted a name of at most {MAX_WHO} printable characters, '
-      'without spaces at its ends'
+      'without leading or trailing spaces'
     )
 
 
@@ -190,8 +190,8 @@ def _attach(
   if verdict.attempt not in (None, sample.attempt):
     return refused(
       'unknown',
-      f'it is about the sample of attempt {verdict.attempt}, which was lost in a crash; attempt '
-      f'{sample.attempt} generated another with this uid: export again',
+      f'the verdict is for the sample of attempt {verdict.attempt}, which was lost in a crash; '
+      f'attempt {sample.attempt} generated another sample with this uid: export again',
     )
   scorers = list(sample.awaited.scorers) if sample.awaited else []
   if not scorers:
@@ -200,7 +200,8 @@ def _attach(
     (scorer,) = scorers
   if scorer not in scorers:
     return refused(
-      'unknown', f'scorer is {scorer!r}, and its delayed rewards are {", ".join(scorers)}'
+      'unknown',
+      f'scorer is {scorer!r}, wanted a delayed scorer of the sample: {", ".join(scorers)}',
     )
   key = (uid, sample.attempt, scorer, verdict.who)
   before = db.execute(
@@ -208,16 +209,16 @@ def _attach(
   ).fetchone()
   value = float(verdict.value)
   if before == (value,):
-    return Reply(uid=uid, refused=None, line=f'{where}: {verdict.who} had given {value:g} before')
+    return Reply(uid=uid, refused=None, line=f'{where}: {verdict.who} has already given {value:g}')
   if before is not None:
     return refused(
       'conflict',
-      f'{verdict.who} has given {before[0]:g} before, and now {value:g}; the first stands',
+      f'{verdict.who} has already given {before[0]:g}, and now gives {value:g}; the first stands',
     )
   if sample.state != State.AWAITING:
-    return refused('late', f'the sample is {sample.state} already')
+    return refused('late', f'the sample is already {sample.state}')
   if sample.awaited.is_late(now):
-    return refused('late', f'it waited until {utc(sample.awaited.until)}, which is over')
+    return refused('late', f'the sample waited until {utc(sample.awaited.until)}, which has passed')
   db.execute(
     'INSERT INTO verdicts(uid, attempt, scorer, who, value, at) VALUES (?,?,?,?,?,?)',
     (*key, value, now),

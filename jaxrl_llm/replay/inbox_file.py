@@ -1,4 +1,4 @@
-"""SQLite files beside a store's index to which other processes than the run append rows."""
+"""SQLite files beside a store's index, to which processes other than the run append rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def open_inbox(
   Args:
     tables: SQL statements that create the tables.
     schema: number of the schema, which the file must have.
-    content: kind of its rows, such as 'verdict', for messages.
+    content: kind of the rows, such as 'verdict', for error messages.
 
   Raises:
     UserError: the file is damaged or has another schema.
@@ -37,13 +37,14 @@ def open_inbox(
         db.execute('COMMIT')
       elif version != schema:
         raise UserError(
-          f'inbox {path}: schema {version}, this program reads {schema}; use the one that wrote it'
+          f'inbox {path}: schema {version}, this program reads {schema}; use the program version '
+          'that wrote it'
         )
       yield db
   except sqlite3.OperationalError as error:
     raise RunError(
       f'inbox {path}: {error}; no {content} that was acknowledged is lost: free disk space, check '
-      'the permissions of the directory, and hand in the others again'
+      'the permissions of the directory, and submit the others again'
     ) from error
   except sqlite3.DatabaseError as error:
     raise UserError(f'inbox {path}: {error}; it is damaged: restore it from a backup') from error

@@ -7,7 +7,7 @@ Invariants:
   transition.
 - The bytes of an accepted sample are in the open segment (a table of the index) or in one sealed,
   verified segment file. So are those of expert rows that were added to the run. Rows of static data
-  (`join`) have no bytes here, because they are in a file outside the store.
+  (`StepWriter.join`) have no bytes in the store, because they are in a file outside of it.
 - Each public call is one transaction, or part of an enclosing `transaction()`. If the process is
   killed, the store has the changes of all calls that had returned, and no others.
 
@@ -93,12 +93,12 @@ class ReplayStore:
   def at(self, step: int) -> StepWriter:
     """Returns a writer that records changes at `step`, the number of batches completed so far."""
     if not self._recovered:
-      raise ValueError('store: call recover first, an earlier attempt wrote to this store')
+      raise ValueError('store: call recover first, because an earlier attempt wrote to this store')
     return StepWriter(self._connection, step)
 
   def recover(self, commit_step: int, *, keep_waiting: bool = True) -> dict[str, int]:
-    """Undoes all changes after a commit, in one transaction; see the module docstring. It is called
-    once, when a run starts.
+    """Undoes all changes after a commit, in one transaction; see the module docstring. Call it
+    once, when the run starts.
 
     Args:
       commit_step: step of the newest commit; 0 if there is none.
@@ -108,8 +108,8 @@ class ReplayStore:
     Returns:
       The number of rows deleted from each table, keyed by table, and four more counts: `void` for
       samples that became void, `restored` for samples that were moved back to the open segment,
-      `kept` for samples that continue to wait although they began after the commit, and `files` for
-      files that were moved to quarantine.
+      `kept` for samples that continue to wait although they began to wait after the commit, and
+      `files` for files that were moved to quarantine.
     """
     with self._lock:
       newest = self._db.execute('SELECT attempt FROM samples ORDER BY seq DESC LIMIT 1').fetchone()
@@ -209,7 +209,7 @@ class ReplayStore:
 
     A group is a candidate if each of its samples is dropped, expired, void or admitted, or was
     trained on in fewer than `max_uses` batches, none of which is the batch of this step.
-    `Group.uids` lists only the admitted and trained samples. Expert rows are no candidates.
+    `Group.uids` lists only the admitted and trained samples. Expert rows are not candidates.
 
     Args:
       step: number of batches completed before this one.
@@ -299,7 +299,7 @@ class ReplayStore:
       refs, rows = self._connection.places(uids), self._connection.open_rows(uids)
     sealed = [uid for uid in uids if uid not in rows]
     if missing := [uid for uid in sealed if uid not in refs]:
-      raise ValueError(f'read {missing[0]}: it has no bytes')
+      raise ValueError(f'read {missing[0]}: it has no bytes in the store')
     samples = dict(zip(sealed, self.reader.read([refs[uid] for uid in sealed])))
     return [
       samples[uid]
@@ -332,7 +332,7 @@ class ReplayStore:
     for uid, count in became:
       if len(spans[uid]) != count:
         raise segments.SegmentError(
-          f'{where.format(uid)}: got {len(spans[uid])}, its transitions say {count}; '
+          f'{where.format(uid)}: got {len(spans[uid])} spans, but its transitions say {count}; '
           f'{segments.RESTORE_INDEX}'
         )
     return spans
@@ -356,8 +356,8 @@ class ReplayStore:
     return max((step + plans for step, plans in undone if plans), default=0)
 
   def meta(self, key: str) -> Any:
-    """Returns the value that is stored under `key`, or None. `recover` does not undo changes of
-    such values.
+    """Returns the value that is stored under `key`, or None. `recover` does not undo changes to
+    these values.
     """
     with self._lock:
       row = self._db.execute('SELECT json FROM meta WHERE key = ?', (key,)).fetchone()

@@ -150,7 +150,7 @@ class Journal:
         end = self._append(db, start, with_schema=current != schema)
       except OSError as error:
         raise RunError(
-          f'replay store {self._path}: {error.strerror}; nothing acknowledged is lost: free disk '
+          f'replay store {self._path}: {error.strerror}; no acknowledged change is lost: free disk '
           'space and start again with the same command'
         ) from error
       with self._connection.transaction():
@@ -213,7 +213,8 @@ def rebuild(directory: str | os.PathLike) -> Rebuilt:
   except (OSError, sqlite3.Error, ValueError, KeyError, TypeError) as error:
     new.unlink(missing_ok=True)
     raise UserError(
-      f'replay store {path}: the index cannot be rebuilt ({error}); make room, or restore {INDEX}'
+      f'replay store {path}: the index cannot be rebuilt ({error}); free disk space, or restore '
+      f'{INDEX}'
     ) from error
   aside = _set_aside(directory)
   os.replace(new, directory / INDEX)

@@ -51,7 +51,7 @@ def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
     for path in unnamed:
       shutil.move(path, _free(directory / QUARANTINE / path.name))
     logging.warning(
-      'replay: moved %s, which the index does not name, to %s; jaxrl buffer --clear_quarantine '
+      'replay: moved %s, which the index does not list, to %s; jaxrl buffer --clear_quarantine '
       'removes it',
       listed([path.name for path in unnamed]),
       directory / QUARANTINE,

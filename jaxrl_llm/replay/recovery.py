@@ -33,15 +33,18 @@ _KEPT = f"""
 CREATE TEMP TABLE kept AS SELECT uid, attempt, t.seq, d.json FROM transitions t JOIN derived d
 USING (uid, attempt) WHERE t.state = 'awaiting' AND t.step >= :commit AND d.operator = '{AWAITED}'
 AND json_extract(d.json, '$.newest_version') <= :commit"""
-"""SQL statement that lists the samples that continue to wait for rewards after recovery."""
+"""SQL statement that creates the table `kept`, which lists the samples that continue to wait for
+rewards after recovery.
+"""
 _NOT_KEPT = {
   'transitions': 'k.seq >= t.seq',
   'scores': "t.scorer NOT IN (SELECT key FROM json_each(k.json, '$.scorers'))",
   'derived': f"t.operator = '{AWAITED}'",
   'open_segment': 'TRUE',
 }
-"""For each table t, SQL condition on the rows of samples in `kept` (k) that must not be deleted:
-the rows written before the sample began to wait.
+"""SQL conditions on the rows that must not be deleted although their step is that of the commit or
+later, keyed by table (t). They are the rows of samples in `kept` (k) up to the moment at which the
+sample began to wait.
 """
 
 _OF_SAMPLE = 'FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt'
@@ -69,7 +72,7 @@ def undo(
 
   Returns the number of rows deleted from each table, and the numbers of samples that were moved
   back to the open segment (`restored`), of samples that became void (`void`) and of samples that
-  continue to wait for rewards although they began after the commit (`kept`).
+  continue to wait for rewards although they began to wait after the commit (`kept`).
 
   Args:
     db: the index.

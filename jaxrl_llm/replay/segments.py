@@ -204,7 +204,7 @@ class SegmentReader:
 
 
 def _close(reader: ArrayRecordReader) -> None:
-  # For a damaged file, close() repeats the error that reading has raised.
+  # For a damaged file, close() raises the same error as reading.
   with contextlib.suppress(RuntimeError):
     reader.close()
 

@@ -1,13 +1,14 @@
 """Batches that a run shares with another run, which follows them and trains on them.
 
 A run that only explores writes a file for each completed batch into `replay/shared/`. For each
-group of the batch, the file has the rewards, and the place and digest of each row in the sealed
-segments. It also has the versions of the weights that generated the groups. Each start of the run
-also writes a file, its opening, with the step from which it continues. A reader needs these files
-and the segments, but not the index, so it may run on another machine.
+group of the batch, the file contains the rewards, and the place and digest of each row in the
+sealed segments. It also contains the versions of the weights that generated the groups. Each start
+of the run also writes a file, its opening, with the step from which it continues. A reader needs
+these files and the segments, but not the index, so it may run on another machine.
 
 Invariants:
-- Each file is written once, under a temporary name that is then changed, so it is complete.
+- Each file is written once, under a temporary name, and then renamed, so a file under its final
+  name is complete.
 - The batches of one start have consecutive steps, beginning with the step of its opening.
 - A batch is void if a later start continued from the step of this batch or from an earlier one.
 """
@@ -240,14 +241,14 @@ class SharedBatches:
     return {attempt: sorted(of) for attempt, of in steps.items()}
 
   def read(self, attempt: int, step: int) -> SharedBatch:
-    """Reads a batch. Raises UserError if its file is missing or damaged, or contains a different
-    batch than its name says.
+    """Reads a batch. Raises UserError if its file is missing or damaged, or if the batch in it is
+    not the one that its name indicates.
     """
     name = _batch_name(step, attempt)
     batch = self._parse(name, SharedBatch)
     if (batch.attempt, batch.step) != (attempt, step):
       raise UserError(
-        f'{self._directory / SHARED / name}: holds batch {batch.step} of start {batch.attempt}; '
+        f'{self._directory / SHARED / name}: contains batch {batch.step} of start {batch.attempt}; '
         'restore the file'
       )
     try:
@@ -260,7 +261,7 @@ class SharedBatches:
   def samples(self, group: SharedGroup) -> list[list[Sample]]:
     """Returns the samples of a group, one list of steps per trajectory.
 
-    Raises SegmentError if a row cannot be read or has another digest.
+    Raises SegmentError if a row cannot be read or does not have the expected digest.
     """
     rows = [row for trajectory in group.trajectories for row in trajectory.rows]
     for row in rows:
@@ -303,7 +304,9 @@ class SharedBatches:
     except (OSError, ValueError) as error:
       raise UserError(f'{path}: cannot be read ({error}); restore the file') from None
     if not isinstance(value, dict) or value.get('schema') != SCHEMA:
-      raise UserError(f'{path}: not of schema {SCHEMA}; use the program that wrote it')
+      raise UserError(
+        f'{path}: does not have schema {SCHEMA}; use the program version that wrote it'
+      )
     return from_json(value, kind, str(path))
 
 

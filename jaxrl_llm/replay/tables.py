@@ -217,7 +217,7 @@ class Issue:
 
 class Entry(NamedTuple):
   """Index row of a sample. If several attempts (starts of the run) have issued the sample, this is
-  the newest row. Entries are tuples, because every change creates an entry, which must be fast.
+  the newest row. Entries are tuples for speed, because every change creates one.
   """
 
   uid: str
@@ -285,8 +285,8 @@ def check_readable(db: sqlite3.Connection, path: pathlib.Path) -> None:
     db.execute(f'CREATE TEMP {_PARTIALS}')
   elif schema not in (_BEFORE_AWAITING, SCHEMA):
     raise UserError(
-      f'replay store {path}: schema {schema}, this program reads {SCHEMA}; use the one that '
-      'wrote it'
+      f'replay store {path}: schema {schema}, this program reads {SCHEMA}; use the program version '
+      'that wrote it'
     )
 
 

@@ -158,7 +158,7 @@ class StepWriter:
         entry = entries[sample.uid]
         if not sample.segments:
           raise ValueError(
-            f'append {sample.uid}: it has no segments, so it is of no version of the weights'
+            f'append {sample.uid}: it has no segments, so the weights that made it are unknown'
           )
         if (sample.group_id, sample.task_id, sample.visit) != (
           entry.group_id,
@@ -195,10 +195,11 @@ class StepWriter:
       for score in scores:
         if score.value is not None and not math.isfinite(score.value):
           raise ValueError(
-            f'score {score.uid}: {score.scorer} gave {score.value}; unscorable is None'
+            f'score {score.uid}: {score.scorer} gave {score.value}, wanted a finite number, or '
+            'None if the sample is unscorable'
           )
         if entries[score.uid].state in UNFINISHED:
-          raise ValueError(f'score {score.uid}: it has not ended yet')
+          raise ValueError(f'score {score.uid}: it is not finished yet')
         details = json.dumps(
           {
             'parts': dict(score.parts),
@@ -234,7 +235,7 @@ class StepWriter:
       entries = self._connection.entries(dict.fromkeys(uid for uid, *_ in rows))
       for entry in entries.values():
         if entry.state in UNFINISHED:
-          raise ValueError(f'derive {entry.uid}: it has not ended yet')
+          raise ValueError(f'derive {entry.uid}: it is not finished yet')
       self._db.executemany(
         'INSERT INTO derived(step, attempt, uid, operator, json) VALUES (?,?,?,?,?)',
         [
@@ -333,9 +334,7 @@ class StepWriter:
   def _check_sealable(self, uids: Sequence[str]) -> None:
     for entry in self._connection.entries(uids).values():
       if entry.state not in (State.ADMITTED, State.TRAINED):
-        raise ValueError(
-          f'seal {entry.uid}: it is {entry.state}, only what was admitted can be sealed'
-        )
+        raise ValueError(f'seal {entry.uid}: it is {entry.state}, wanted admitted or trained')
 
   def _record_segment(self, name: str, attempts: Mapping[str, int]) -> None:
     """Records a new segment file in the index, and deletes its samples from the open segment.

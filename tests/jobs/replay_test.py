@@ -138,7 +138,7 @@ def test_a_run_that_has_lost_its_index_is_not_resumed_and_loses_nothing_more(run
   assert error.startswith('error: ') and 'cannot resume from its commit at step 20' in error
   assert re.search(
     r'whose files are missing or changed: \S+/replay/index\.sqlite \(store [0-9a-f]{16}\) \(jaxrl '
-    r'buffer --rebuild makes it\); restore them',
+    r'buffer --rebuild recreates it\); restore them',
     error,
   )
   assert found() == before

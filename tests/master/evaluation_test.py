@@ -241,7 +241,10 @@ def test_a_suite_without_progress_ends_with_one_line(tokenizer):
   )
   with pytest.raises(
     WaitExpired,
-    match=r'^wait suite: evaluation held_out waited 5 s for another of its tasks to end',
+    match=(
+      r'^wait suite: evaluation held_out waited 5 s for the engine and the scorers to finish '
+      'another of its tasks'
+    ),
   ):
     simulated(evaluator.run(suite(), exploring.make_tasks(4, 'eval')))
   assert engine.cancelled

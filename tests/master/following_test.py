@@ -308,7 +308,7 @@ def test_damage_is_reported_in_one_line_and_loses_nothing(
   ('fields', 'words'),
   [
     ({'vocabulary': 'another'}, ('another vocabulary', 'same checkpoint')),
-    ({'group_size': 1}, ('group_size: 1', 'groups of 2', 'raise it')),
+    ({'group_size': 1}, ('group_size: 1', 'groups of 2', 'raise group_size')),
   ],
 )
 def test_a_run_that_does_not_fit_is_refused_in_one_line(

@@ -66,11 +66,11 @@ def test_the_report_adds_up(directory):
     ),
     (
       "DELETE FROM samples WHERE uid = 'g/0'",
-      'g/0 (attempt 1): has transitions and was never issued',
+      'g/0 (attempt 1): has transitions but was never issued',
     ),
     (
       "DELETE FROM transitions WHERE uid = 'g/4'",
-      'g/4 (attempt 1): was issued and has no transition',
+      'g/4 (attempt 1): was issued but has no transition',
     ),
     (
       "DELETE FROM transitions WHERE uid = 'g/4'",
@@ -86,7 +86,7 @@ def test_the_report_adds_up(directory):
     ),
     (
       "UPDATE samples SET step = 5 WHERE uid = 'g/0'",
-      'first transition is issued at step 0, issued at 5',
+      'first transition is issued at step 0, wanted issued at step 5',
     ),
     (
       "INSERT INTO transitions(step, attempt, uid, state, reason) VALUES (1, 1, 'g/0', 'trained', "
@@ -116,15 +116,18 @@ def test_the_report_adds_up(directory):
     ),
     (
       "DELETE FROM open_segment WHERE uid = 'g/2'",
-      'g/2 (attempt 1): is admitted, bytes in the open segment 0',
+      'g/2 (attempt 1): is admitted, but its bytes are in 0 open and 0 sealed segments',
     ),
     (
       "DELETE FROM segment_rows WHERE uid = 'g/1'",
-      'g/1 (attempt 1): is trained, bytes in the open segment 0',
+      'g/1 (attempt 1): is trained, but its bytes are in 0 open and 0 sealed segments',
     ),
-    ("DELETE FROM segment_rows WHERE uid = 'g/1'", 'the index names other rows than the 2 sealed'),
-    ('DELETE FROM segments', 'has rows in the index and is not in it'),
-    ("UPDATE scores SET uid = 'g/9'", 'g/9 (attempt 1): in scores and was never issued'),
+    (
+      "DELETE FROM segment_rows WHERE uid = 'g/1'",
+      'has 2 rows, but the index lists a different number',
+    ),
+    ('DELETE FROM segments', 'the index lists its rows but not the segment'),
+    ("UPDATE scores SET uid = 'g/9'", 'g/9 (attempt 1): is in table scores but was never issued'),
     ('UPDATE segment_rows SET row = 1 - row + 10', 'cannot be read: it has 2 rows'),
     (
       "UPDATE open_segment SET payload = x'00' WHERE uid = 'g/2'",
@@ -173,31 +176,34 @@ def test_partitions_uses_and_scores_are_told(mixed):
       "UPDATE samples SET changed = 1 WHERE uid = 'g/1'",
       'g/1 (attempt 1): the index says changed, last, admitted',
     ),
-    ("UPDATE samples SET version = 7 WHERE uid = 'g/0'", 'row 0 is of version 0, the index says 7'),
+    (
+      "UPDATE samples SET version = 7 WHERE uid = 'g/0'",
+      'row 0 has version 0, but the index says 7',
+    ),
     (
       "UPDATE samples SET version = 7 WHERE uid = 'g/1'",
-      'open segment: the row of g/1 is of version 0, the index says 7',
+      'open segment: the row of g/1 has version 0, but the index says 7',
     ),
     (
       "UPDATE samples SET version = NULL WHERE uid = 'g/1'",
-      'g/1 (attempt 1): version None, accepted 1 times',
+      'g/1 (attempt 1): the index says version None, but it was accepted 1 times',
     ),
     (
       "UPDATE samples SET version = 0 WHERE uid = 'x'",
-      'x (attempt 1): version 0, accepted 0 times',
+      'x (attempt 1): the index says version 0, but it was accepted 0 times',
     ),
     ("UPDATE samples SET partition = 'usual' WHERE uid = 'x'", 'x: trained 3 times, max_uses is 2'),
     (
       "UPDATE samples SET partition = 'usual' WHERE uid = 'y'",
-      'y (attempt 1): went from issued to admitted, being usual',
+      'y (attempt 1): went from issued to admitted, which partition usual does not permit',
     ),
     (
       "UPDATE samples SET partition = 'expert' WHERE uid = 'g/1'",
-      'g/1 (attempt 1): version 0, accepted 1 times',
+      'g/1 (attempt 1): the index says version 0, but it was accepted 1 times',
     ),
     (
       "UPDATE samples SET partition = 'expert' WHERE uid = 'g/1'",
-      'g/1 (attempt 1): is admitted (expert), bytes in the open segment 1, in a sealed one 0',
+      'g/1 (attempt 1): is admitted (expert), but its bytes are in 1 open and 0 sealed segments',
     ),
     (
       "UPDATE tallies SET samples = 9 WHERE partition = 'expert' AND state = 'trained'",
@@ -226,9 +232,9 @@ def test_rows_of_another_sample_are_found(directory):
       "UPDATE open_segment SET payload = ? WHERE uid = 'g/2'", (encode(make_sample('g/3')),)
     )
   problems = audit(directory).problems
-  assert any('row 0 is g/0, the index says g/1' in line for line in problems)
-  assert any('row 1 is g/1, the index says g/0' in line for line in problems)
-  assert 'open segment: the row of g/2 is g/3, the index says g/2' in problems
+  assert any('row 0 contains g/0, but the index says g/1' in line for line in problems)
+  assert any('row 1 contains g/1, but the index says g/0' in line for line in problems)
+  assert 'open segment: the row of g/2 contains g/3, but the index says g/2' in problems
 
 
 def test_damaged_rows_are_found_and_named_alone(directory):
@@ -264,7 +270,7 @@ def test_a_sample_that_no_result_can_reach_is_found(tmp_path):
   assert audit(store).ok, 'the other may come'
   store.at(0).admit(['g/0'])
   assert audit(store).problems == (
-    'g/1 (attempt 1): is issued, and its group g has ended without it',
+    'g/1 (attempt 1): is issued, but its group g has ended without it',
   )
   store.at(0).drop(['g/1'], 'given up')
   assert audit(store).ok
@@ -278,4 +284,6 @@ def test_a_score_that_may_be_of_a_result_that_was_not_accepted_is_found(tmp_path
   assert audit(store).ok and audit(store).duplicates == 1
   store.at(0).score([score_of('g/0', 1.0)])
   (problem,) = audit(store).problems
-  assert problem.startswith('g/0 (attempt 1): came twice and was scored twice by answer at step 0')
+  assert problem.startswith(
+    'g/0 (attempt 1): arrived twice and was scored twice by answer at step 0'
+  )

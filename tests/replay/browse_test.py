@@ -171,7 +171,7 @@ def test_a_damaged_index_and_one_of_a_newer_program_are_one_line(run):
     db.execute("UPDATE meta SET json = '99' WHERE key = 'schema'")
   for flags in ((), ('--audit',)):
     (line,) = command(run, *flags, expect=2)
-    assert 'schema 99, this program reads 5; use the one that wrote it' in line
+    assert 'schema 99, this program reads 5; use the program version that wrote it' in line
   data = index.read_bytes()
   index.write_bytes(data[:100] + bytes(len(data) - 100))
   (line,) = command(run, expect=2)

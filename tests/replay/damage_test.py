@@ -182,7 +182,7 @@ def test_an_index_of_a_newer_program_is_refused_and_left_as_it_is(directory):
     open_store(directory)
   for look in (audit, browse.summary):
     with pytest.raises(
-      UserError, match='schema 6, this program reads 5; use the one that wrote it'
+      UserError, match='schema 6, this program reads 5; use the program version that wrote it'
     ):
       look(directory)
   with sqlite3.connect(path) as db:

@@ -221,7 +221,7 @@ def test_the_audit_finds_rows_that_never_arrived_and_rows_that_were_damaged(tmp_
   db.close()
   assert audit(tmp_path).problems == (
     f'{uid("a")}: the row that arrived is damaged',
-    f'{uid("b")}: is an expert row that experts.sqlite does not have',
+    f'{uid("b")}: is an expert row but is not in experts.sqlite',
   )
 
 
@@ -245,7 +245,7 @@ def test_malformed_rows_are_refused(fields, message):
 
 def test_a_row_without_an_answer_is_refused():
   sample = dataclasses.replace(make_sample('a'), role=np.zeros(12, np.uint8))
-  with pytest.raises(UserError, match='its answer has no token'):
+  with pytest.raises(UserError, match='the answer has no tokens'):
     expert('a', sample=sample)
 
 

@@ -97,7 +97,7 @@ def test_conditions_select(directory, tmp_path, selection, wanted):
 
 def test_what_cannot_be_meant_is_refused_and_leaves_no_file(directory, tmp_path):
   file = tmp_path / 'some.jsonl'
-  with pytest.raises(UserError, match='it has no sample with stage typo;'):
+  with pytest.raises(UserError, match='has no sample with stage typo;'):
     export(directory, file, Selection(stage='typo'))
   with pytest.raises(UserError, match="state 'train': unknown; wanted one of issued"):
     Selection(state='train')
@@ -109,7 +109,7 @@ def test_what_cannot_be_meant_is_refused_and_leaves_no_file(directory, tmp_path)
     export(tmp_path / 'elsewhere', file)
   assert [path.name for path in tmp_path.iterdir()] == ['replay']
   file.write_text('mine')
-  with pytest.raises(UserError, match='it exists, and an export replaces no file'):
+  with pytest.raises(UserError, match='exists, and an export overwrites no file'):
     export(directory, file)
   assert file.read_text() == 'mine'
 
@@ -124,7 +124,7 @@ def test_a_damaged_segment_is_a_line_and_the_others_are_exported(directory, tmp_
   assert problems[0].startswith(f'PROBLEM {segment.name}: 2 samples lost: a/0, a/1: segment ')
   assert [*lines(tmp_path / 'some.jsonl')] == [*DROPPED, *WAITING]
   assert command(*flags) == 2, 'the file exists'
-  assert 'it exists' in capsys.readouterr().err
+  assert 'exists' in capsys.readouterr().err
 
 
 def test_flags_without_an_export_are_refused(directory, tmp_path, capsys):

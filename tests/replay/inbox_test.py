@@ -67,10 +67,10 @@ def test_a_verdict_is_attached_once_and_another_value_of_the_same_person_is_refu
     LateVerdict(uid=A, value=0.0, who='ann'),
     LateVerdict(uid=A, value=0.0, who='bob'),
   )
-  assert twice == (None, 'feedback on g/0: ann had given 1 before')
+  assert twice == (None, 'feedback on g/0: ann has already given 1')
   assert other == (
     'conflict',
-    'feedback on g/0: ann has given 1 before, and now 0; the first stands',
+    'feedback on g/0: ann has already given 1, and now gives 0; the first stands',
   )
   assert bob[0] is None
   assert [(v.who, v.value) for v in given(directory / 'replay')] == [('ann', 1.0), ('bob', 0.0)]
@@ -99,10 +99,10 @@ def test_unknown_late_and_misdirected_verdicts_are_refused_with_a_line_each(dire
     *('unknown', 'late', 'unknown', 'unknown', 'late', 'late', 'unknown')
   ]
   lines = [line for _, line in replies]
-  assert 'no such sample in the store' in lines[0] and 'it waited until' in lines[1]
-  assert 'scorer is None, and its delayed rewards are human, customer' in lines[2]
+  assert 'no such sample in the store' in lines[0] and 'the sample waited until' in lines[1]
+  assert 'scorer is None, wanted a delayed scorer of the sample: human, customer' in lines[2]
   assert 'the sample is admitted and waits for no reward' in lines[4]
-  assert 'it is about the sample of attempt 7' in lines[6]
+  assert 'the verdict is for the sample of attempt 7' in lines[6]
   assert not given(directory / 'replay') and not any('\n' in line for line in lines)
 
 
@@ -142,8 +142,8 @@ def test_a_score_that_rests_on_no_verdict_is_a_problem_of_the_audit(directory):
   report = audit(directory / 'replay')
   assert report.feedback == 'verdicts 1 = used 1 + waiting 0 + unused 0 + lost 0'
   assert report.problems == (
-    'g/1 (attempt 1): its score of human rests on a verdict of ann, 1.0, which the inbox does not '
-    'have',
+    'g/1 (attempt 1): its score of human is based on a verdict of ann, 1.0, which is not in the '
+    'inbox',
   )
 
 

@@ -50,7 +50,7 @@ def test_a_step_from_issue_to_trained(tmp_path):
     'dropped': 1, 'expired': 0, 'void': 0, 'duplicates': 0
   }  # fmt: skip
   report = audit(store)
-  assert report.problems == ('g/3 (attempt 1): is issued, and its group g has ended without it',)
+  assert report.problems == ('g/3 (attempt 1): is issued, but its group g has ended without it',)
   assert report.live == ('g/3',)
   assert report.reasons == {'dropped(unscorable)': 1}
 
@@ -74,12 +74,12 @@ def test_second_and_late_results_are_counted_not_accepted(tmp_path):
   [
     (lambda s: s.at(0).admit(['g/0']), 'is issued, cannot become admitted'),
     (lambda s: s.at(0).admit(['g/9']), 'unknown uid g/9'),
-    (lambda s: s.at(0).admit(['g/1', 'g/1']), 'named twice'),
+    (lambda s: s.at(0).admit(['g/1', 'g/1']), 'given twice'),
     (lambda s: s.at(0).admit(['g/1']), 'became stored at step 1, cannot become admitted at 0'),
     (lambda s: s.at(0).issue(issues(['g/0'])), 'already issued'),
     (lambda s: s.at(1).score([score_of('g/1', float('nan'))]), 'gave nan'),
-    (lambda s: s.at(1).score([score_of('g/0')]), 'has not ended yet'),
-    (lambda s: s.at(1).seal(['g/1']), 'only what was admitted'),
+    (lambda s: s.at(1).score([score_of('g/0')]), 'is not finished yet'),
+    (lambda s: s.at(1).seal(['g/1']), 'wanted admitted or trained'),
     (lambda s: s.at(2).trained(['g/2']), 'not sealed'),
     (lambda s: s.at(1).drop(['g/0'], ''), 'no reason given'),
     (lambda s: s.recover(0), 'already issued samples'),

@@ -91,7 +91,7 @@ def test_a_missing_span_is_noticed(stored, which, kept):
     (A,),
   )
   with pytest.raises(
-    SegmentError, match=rf'spans of {A}: got {kept}, its transitions say 3; rebuild'
+    SegmentError, match=rf'spans of {A}: got {kept} spans, but its transitions say 3; rebuild'
   ):
     stored.spans([A, B])
 
@@ -106,7 +106,7 @@ def test_a_damaged_row_of_the_open_segment_is_one_line(stored):
 def test_spans_are_kept_in_order_until_the_sample_ends(stored):
   assert states(stored, [A, B]) == ['partial', 'partial']
   assert tokens(stored, A, B) == {A: [[1, 2], [4, 5]], B: [[3]]}
-  with pytest.raises(ValueError, match='has not ended yet'):
+  with pytest.raises(ValueError, match='is not finished yet'):
     stored.at(1).score([score_of(A)])
   report = audit(stored)
   assert report.ok and report.live == (A, B), report.lines
@@ -157,7 +157,7 @@ def test_the_audit_misses_a_lost_span_and_one_that_cannot_be_read(stored):
   stored._db.execute("UPDATE partials SET payload = x'00' WHERE uid = ?", (B,))
   report = audit(stored)
   assert set(report.lost) == {A, B}
-  assert f'{A} (attempt 1): has 1 spans, its transitions say 2' in report.problems
+  assert f'{A} (attempt 1): has 1 spans, but its transitions say 2' in report.problems
 
 
 def test_a_store_from_before_partials_can_be_read_and_continued(tmp_path):

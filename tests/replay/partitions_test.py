@@ -45,7 +45,7 @@ def test_a_sample_is_of_the_oldest_weights_that_generated_any_of_it(tmp_path):
   store.at(3).admit(['g/0', 'g/1'])
   assert store.candidates(3) == [Group('g', ('g/0', 'g/1'), 1, 0, None, 3, 1)]
   store.at(3).issue(issues(['h/0']))
-  with pytest.raises(ValueError, match='append h/0: it has no segments, so it is of no version'):
+  with pytest.raises(ValueError, match='append h/0: it has no segments, so the weights'):
     store.at(3).append([dataclasses.replace(make_sample('h/0'), segments=())])
   checked(store)
 

@@ -150,7 +150,7 @@ def test_a_missing_index_is_said_and_nothing_is_made(replay, is_named):
   before = contents(replay / 'segments')
   (gone,) = missing(replay, step=2, store=name if is_named else None)
   of = f' (store {name})' if is_named else ''
-  assert gone == f'{replay / "index.sqlite"}{of} (jaxrl buffer --rebuild makes it)'
+  assert gone == f'{replay / "index.sqlite"}{of} (jaxrl buffer --rebuild recreates it)'
   assert contents(replay / 'segments') == before and not (replay / 'index.sqlite').exists()
 
 

@@ -58,7 +58,7 @@ class Awaiting(Immediate):
     Args:
       groups: the started groups of the stage.
       scorers: pool with at least one delayed scorer.
-      newest: returns the step of the last batch that may take a group which joins now.
+      newest: returns the step of the last batch that may contain a group that starts now.
       clock: returns the Unix time.
     """
     self._groups, self._delayed, self._rewards = groups, scorers.delayed, scorers.config
@@ -194,8 +194,8 @@ def store_verdicts(writer: StepWriter, group: StartedGroup, members: Sequence[Ex
 
 
 def _used(waiting: Waiting, verdicts: Sequence[inbox.Given]) -> list[inbox.Given] | None:
-  """Returns the verdicts that make up the delayed rewards of a sample, or None while any verdict is
-  missing.
+  """Returns the verdicts that make up the delayed rewards of a sample, or None if a verdict is
+  still missing.
 
   Args:
     verdicts: verdicts on the sample, in the order of their arrival.

@@ -1,8 +1,8 @@
 """Batch policies: rules that decide which of the started groups form the next batch.
 
 `in_order` takes groups in the order in which they started, and waits for them. The composition of a
-batch is then independent of the time that its answers take. `complete_first` takes groups that have
-finished. The trainer waits less, but early batches contain more short answers
+batch then does not depend on how long its answers take to generate. `complete_first` takes groups
+that have finished. The trainer waits less, but early batches contain more short answers
 (docs/guides/staleness.md measures this), and timing decides which groups form a batch.
 
 Invariant: under each policy, the groups that the gate admits stay within the stage's staleness
@@ -65,7 +65,7 @@ def complete_first(candidates: Sequence[Candidate], batch: int, count: int) -> l
 
 
 def batches_ahead(policy: BatchPolicyName, bound: int) -> int:
-  """Returns the number of batches after the current one for which groups may start already.
+  """Returns the number of batches after the current one for which groups may already start.
 
   With 'in_order', this number is `bound`, the stage's staleness bound. With 'complete_first', it is
   half of the bound, rounded up. The other half is the number of batches that may pass over a group:

@@ -25,8 +25,8 @@ class ExplorerConfig:
   """
   restarted: int = 0
   """Number of batches that the run had completed when it last branched with `--reset_data`; 0 if it
-  never did. In the branch, the stage draws its tasks from the first one again. The stage's earlier
-  visits of a task are included in the count of visits too.
+  never did. In the branch, the stage draws its tasks from the beginning again, and the count of a
+  task's visits also includes the stage's visits before the branch.
   """
   first_step: int = 0
   """Number of batches that the run completes before the stage."""
@@ -47,8 +47,8 @@ class ExplorerConfig:
   sampling: Sampling = Sampling()
   response_lengths: tuple[tuple[int, int], ...] = ()
   """(batch, tokens) pairs: samples that begin with weights that have been trained on at least
-  `batch` of the stage's batches have at most `tokens` tokens after the prompt. Batches ascend. If
-  empty, only the run's limit applies.
+  `batch` of the stage's batches have at most `tokens` tokens after the prompt. The pairs are in
+  ascending order of `batch`. If empty, only the run's limit applies.
   """
   processors: tuple[tuple[str, Processor | ModelProcessor], ...] = ()
   """(name, processor) pairs. The processors run on each finished group, in this order."""
@@ -75,7 +75,7 @@ class ExplorerConfig:
 
   def sampling_after(self, batches: int) -> Sampling:
     """Returns the sampling parameters of a group that begins with weights that have been trained on
-    so many of the stage's batches.
+    `batches` batches of the stage.
     """
     limits = [tokens for first, tokens in self.response_lengths if first <= batches]
     if not limits:

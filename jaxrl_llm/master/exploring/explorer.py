@@ -62,8 +62,8 @@ from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
 SPLIT = 'split_trajectories'
-"""Name of the counter of those trajectories of a batch that have several steps. The counter is
-absent if `max_steps` is 1.
+"""Name of the counter of a batch's trajectories that have several steps. The counter is absent if
+`max_steps` is 1.
 """
 _MAX_FAILURES = 60
 """Number of consecutive failures to read the inbox after which the run ends."""
@@ -801,9 +801,9 @@ class Explorer:
     self._counts['dropped/groups'] += 1
     if self._counts['dropped/groups'] > self._config.max_dropped_groups:
       raise NothingToLearn(
-        f'stage {self._config.stage}: {self._counts["dropped/groups"]} groups had nothing to learn '
-        'from while one batch was collected, max_dropped_groups is '
-        f'{self._config.max_dropped_groups}; the last: {why}'
+        f'stage {self._config.stage}: {self._counts["dropped/groups"]} groups were dropped while '
+        f'one batch was collected, max_dropped_groups permits {self._config.max_dropped_groups}; '
+        f'the last group: {why}'
       )
     if not group.is_parked:  # A parked group has already returned its capacity.
       self._gate.drop()

@@ -37,7 +37,7 @@ class FinishedGroup:
   counts: dict[str, int]
   """Numbers of samples before and after each processor, as in `processors.Processed`."""
   scorer_failed: bool
-  """Whether a scorer failed whose configuration drops the group in that case."""
+  """Whether a scorer failed that is configured to drop the group on failure."""
 
   @property
   def outcome(self) -> tuple[str, int, int] | None:
@@ -129,8 +129,8 @@ def why_dropped(group: FinishedGroup, config: ExplorerConfig) -> str:
   if len({m.reward.value for m in group.members}) == 1 and failed:
     first = failed[0]
     return (
-      f'scorer {first.scorer} {first.status}: {dict(first.evidence)}; look at the tasks and at '
-      'the scorer'
+      f'scorer {first.scorer} {first.status}: {dict(first.evidence)}; check the tasks and the '
+      'scorer'
     )
   if group.verified and all(m.masked for m in group.verified):
     earlier = sum(not m.sample.loss_mask.any() for m in group.verified)
@@ -142,6 +142,6 @@ def why_dropped(group: FinishedGroup, config: ExplorerConfig) -> str:
     )
   rewards = [m.reward.total for m in group.members]
   return (
-    f'rewards {rewards}, of which selection {config.selection.kind!r} accepts none; the tasks are '
+    f'selection {config.selection.kind!r} accepts no sample with rewards {rewards}; the tasks are '
     'too easy or too hard for this policy, or the group is too small'
   )

@@ -33,8 +33,8 @@ class TaskLimits:
   def __post_init__(self):
     if (self.timeout_s is not None and not self.timeout_s > 0) or self.retries < 0:
       raise UserError(
-        f'limits: timeout_s {self.timeout_s} and retries {self.retries}, wanted above 0 and at '
-        'least 0'
+        f'limits: timeout_s {self.timeout_s} and retries {self.retries}, wanted timeout_s above 0 '
+        'and retries at least 0'
       )
     if self.straggler_factor is not None and not self.straggler_factor > 1:
       raise UserError(
@@ -56,5 +56,5 @@ class TaskLimits:
       raise UserError(
         f'{where}limits: {self.retries + 1} tries of {self.timeout_s:g} s are {longest:g} s, and '
         f'the wait for a batch ends after rollout.collect_deadline_s={collect_deadline_s:g}; lower '
-        'them, or raise it'
+        'timeout_s or retries, or raise collect_deadline_s'
       )

@@ -1,4 +1,4 @@
-"""Outcomes of finished groups, on their way to the task sampler."""
+"""Collects the outcomes of finished groups, and reports them to the task sampler."""
 
 from __future__ import annotations
 

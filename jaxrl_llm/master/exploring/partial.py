@@ -80,8 +80,8 @@ class PartialConfig:
 
 
 class GroupCut(Exception):
-  """A later iteration must continue a group, because an unfinished sample has used up its token
-  budget for this iteration, or because the batch is full.
+  """Raised when a later iteration must continue a group, because an unfinished sample has used up
+  its token budget for this iteration, or because the batch is full.
 
   Attributes:
     spans: tokens that each sample generated in this iteration, keyed by sample index; empty if they
@@ -185,8 +185,8 @@ def _sampled_since(sample: Sample, step: int) -> np.ndarray:
 
 
 def _span(completion: Completion, before: Span | None, max_tokens: int, sampling: Sampling) -> Span:
-  """Returns the span that a completion adds to a sample. The engine takes the iteration's budget
-  for the length limit, so this function determines whether and why the sample itself has finished.
+  """Returns the span that a completion adds to a sample. The engine treats the iteration's budget
+  as its length limit, so this function determines whether and why the sample itself has finished.
   """
   finish: Finish | None = completion.finish
   tokens = completion.tokens if before is None else np.r_[before.tokens, completion.tokens]

@@ -418,7 +418,8 @@ def with_reward(member: Experience, value: float) -> Experience:
   """
   if not math.isfinite(value):
     raise UserError(
-      f'processors: the reward of {member.sample.uid} became {value}; check their weights'
+      f'processors: the reward of {member.sample.uid} became {value}; check the weights and '
+      "offsets in the processors' options"
     )
   return dataclasses.replace(member, reward=dataclasses.replace(member.reward, value=value))
 
@@ -432,8 +433,8 @@ def check_known_in_time(key: str, where: str) -> None:
   """
   if key.split('/')[0] in LATER:
     raise UserError(
-      f'processors: {where}={key!r} is computed by the trainer, after the batch is closed: a group '
-      'that it drops could no longer be replaced; use a score, or an option of the algorithm'
+      f'processors: the trainer computes {where}={key!r} after the batch is closed, when a dropped '
+      'group could no longer be replaced; use a score, or an option of the algorithm'
     )
 
 
@@ -459,12 +460,12 @@ def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:
   for config in configs:
     if names.count(config.name) > 1:
       raise UserError(
-        f'{where}: {names.count(config.name)} are called {config.name!r}; give each its own name '
-        '(and kind)'
+        f'{where}: {names.count(config.name)} are called {config.name!r}; give each a unique name, '
+        'and set its kind'
       )
     if config.name in RESERVED:
       raise UserError(
-        f'{where}: the name {config.name!r} is taken; give it another name, and its kind'
+        f'{where}: the name {config.name!r} is reserved; choose another name, and set kind'
       )
     kind = config.implementation
     if kind in LATER:

@@ -95,8 +95,7 @@ class GroupRunner:
 
     Args:
       placed: called once the group's samples are finished. It waits until it is known whether the
-        batch takes the group, and returns whether it does. If None, the group is scored in any
-        case.
+        batch takes the group, and returns whether it does. If None, the group is always scored.
 
     Raises:
       GroupCut: a sample has spent its budget, or the batch does not take the group. A later
@@ -123,7 +122,7 @@ class GroupRunner:
 
   def _limit(self) -> tuple[str, float | None]:
     """Returns (reason, seconds): a try that starts now is ended after this many seconds, for this
-    reason. Seconds are None if there is no limit.
+    reason. `seconds` is None if there is no limit.
     """
     limits = self._config.limits
     if (

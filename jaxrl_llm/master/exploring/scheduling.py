@@ -29,7 +29,7 @@ class Scheduler(Protocol):
   """Chooses the groups that run next."""
 
   def begin_batch(self) -> None:
-    """Records that a batch begins to be collected."""
+    """Records that the collection of a batch begins."""
     ...
 
   def next(self, admitted: int) -> Turn:

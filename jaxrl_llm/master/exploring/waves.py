@@ -1,4 +1,4 @@
-"""Waves: with partial rollouts at staleness bound 0, the groups that are generated together.
+"""Waves: groups that are generated together, for partial rollouts at staleness bound 0.
 
 A batch waits for a wave as a whole, until each of its groups has finished or spent its token
 budget. Since some groups do not finish, a wave has more groups than the batch needs. How many more

@@ -132,7 +132,7 @@ def test_a_group_without_verdicts_in_time_is_dropped_and_counted_and_replaced(
       judge(store, first[:1])
       now[0] += 25 * 3600
       (late,) = judge(store, first[1:2])
-      assert late.refused == 'late' and 'which is over' in late.line
+      assert late.refused == 'late' and 'which has passed' in late.line
       await until(lambda: len(waiting(store)) == 4 and not set(first) & set(waiting(store)))
       judge(store, waiting(store))
       batch, counts = await collecting

@@ -146,7 +146,7 @@ def test_too_many_unscorable_groups_end_the_run_with_one_line(tokenizer, store):
     run(exploration.batches(1))
   message = str(caught.value)
   assert '\n' not in message
-  for word in ('stage grpo', '4 groups', 'max_dropped_groups is 3', 'judge', 'no truth'):
+  for word in ('stage grpo', '4 groups', 'max_dropped_groups permits 3', 'judge', 'no truth'):
     assert word in message
   assert audit(store).live == ()
 
@@ -287,8 +287,8 @@ def test_too_many_groups_of_which_nothing_is_chosen_end_the_run_with_one_line(to
   assert '\n' not in message
   for word in (
     'stage grpo',
-    '4 groups had',
-    'max_dropped_groups is 3',
+    '4 groups were dropped',
+    'max_dropped_groups permits 3',
     '[0.25, 0.25]',
     "'mixed'",
     'easy',
@@ -311,7 +311,7 @@ def test_the_last_of_too_many_dropped_groups_is_reported_accurately(tokenizer, s
     tokenizer, store, judge, selection=selection, max_dropped_groups=0
   )
   with pytest.raises(
-    RunError, match=r"rewards \[None, 1\.0\], of which selection 'mixed' accepts none"
+    RunError, match=r"selection 'mixed' accepts no sample with rewards \[None, 1\.0\]"
   ):
     run(exploration.batches(1))
 

@@ -220,7 +220,7 @@ STAGE = dict(name='rl', algorithm=AlgorithmConfig(name='grpo'), steps=4)
   [
     ([ProcessorConfig(name='reward_sdt')], ('reward_sdt', 'reward_std')),
     ([ProcessorConfig(name='a', kind='aligned')] * 2, ("2 are called 'a'",)),
-    ([ProcessorConfig(name='not_selected', kind='aligned')], ("'not_selected' is taken",)),
+    ([ProcessorConfig(name='not_selected', kind='aligned')], ("'not_selected' is reserved",)),
     (
       [ProcessorConfig(name='kl')],
       ("'kl'", 'after the batch is closed', 'could no longer be replaced'),
@@ -236,7 +236,7 @@ def test_invalid_processor_input_is_refused_in_one_line(processors, words):
 def test_a_filter_on_trainer_quantities_is_refused_with_the_reason():
   with pytest.raises(
     UserError,
-    match=r"shape\.key='reference_logprobs/mean' is computed by the trainer, after the batch",
+    match=r"the trainer computes shape\.key='reference_logprobs/mean' after the batch is closed",
   ):
     build_processors([ProcessorConfig(name='shape', options={'key': 'reference_logprobs/mean'})])
   with pytest.raises(UserError, match='options of processor fresh'):

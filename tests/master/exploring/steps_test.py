@@ -235,7 +235,7 @@ def test_the_audit_fails_on_a_step_whose_trajectory_became_something_else(tokeni
   simulated(check())
   report = audit(store)
   assert not report.ok and len(report.problems) == 1
-  assert re.search(r'/2/2: is dropped, and the step before it, \S+/2/1, is', report.problems[0])
+  assert re.search(r'/2/2: is dropped, but the step before it, \S+/2/1, is', report.problems[0])
 
 
 def test_a_resumed_explorer_reads_all_steps_of_the_groups_that_had_finished(tokenizer, tmp_path):
