@@ -95,7 +95,7 @@ def _pass_on(task: asyncio.Task[T], result: concurrent.futures.Future[T]) -> Non
   elif (error := task.exception()) is not None:
     result.set_exception(error)
   else:
-    # Wait 'background': over, because the task has ended.
+    # Wait 'background': already over, because the task has ended.
     result.set_result(task.result())
 
 

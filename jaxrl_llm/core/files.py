@@ -25,7 +25,7 @@ _QUOTE = ord('"')
 _CURLY = 0x20
 """Bit in which '{' differs from '[', and '}' from ']', in ASCII."""
 _PART = 1 << 17
-"""Number of bytes examined at a time. They fit into a processor's cache."""
+"""Number of bytes examined at a time, few enough to fit into a processor's cache."""
 _KINDS = {
   stat.S_IFIFO: 'a FIFO',
   stat.S_IFCHR: 'a character device',
@@ -187,4 +187,4 @@ def check_depth(value: Any) -> None:
   raise ValueError(_TOO_DEEP)
 
 
-_TOO_DEEP = f'nested in more than {MAX_DEPTH} levels; wanted a flatter value'
+_TOO_DEEP = f'nested more than {MAX_DEPTH} levels deep; wanted a flatter value'

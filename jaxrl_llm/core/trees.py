@@ -30,7 +30,7 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     for parent in parents:
       node = node.setdefault(parent, {})
       if not isinstance(node, dict):
-        raise ValueError(f'{name}: {parent} is a leaf of its own')
+        raise ValueError(f'{name}: {parent} is already a leaf')
     if leaf in node:
       raise ValueError(f'{name}: other names lie below it')
     node[leaf] = value

@@ -60,7 +60,7 @@ def test_json_that_would_crash_the_datasets_library_is_refused(tmp_path, depth, 
   path.parent.mkdir()
   path.write_text(f'{{"prompt": "[[{{", "answer": {"[" * depth}{"]" * depth}}}\n')
   options = {'cache_dir': str(tmp_path / 'cache')}
-  with pytest.raises(UserError, match=r'rows.jsonl, byte 1\d+: nested in more than 100 levels'):
+  with pytest.raises(UserError, match=r'rows.jsonl, byte 1\d+: nested more than 100 levels'):
     if named == 'file':
       read('datasets:json#train', options={'data_files': str(path), **options})
     else:
@@ -192,7 +192,7 @@ def saved(tmp_path):
     ('{"_data_files": [{"filename": "/dev/zero"}]}', 'is absolute'),
     ('{"_data_files": [{"filename": "fifo"}]}', 'is a FIFO, wanted a regular file'),
     ('{"_data_files": [7]}', '_data_files has 7, wanted'),
-    ('[' * 9999, 'nested in more than 100 levels'),
+    ('[' * 9999, 'nested more than 100 levels'),
   ],
 )
 def test_a_saved_dataset_names_only_files_of_its_own(saved, state, message):

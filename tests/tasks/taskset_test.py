@@ -132,12 +132,12 @@ HOSTILE = {
   'nested far too deep': (
     NESTED.format('[' * 100_000 + ']' * 100_000),
     {},
-    'nested in more than 100 levels',
+    'nested more than 100 levels',
   ),
   'nested too deep': (
     NESTED.format('{"a":' * 100 + '1' + '}' * 100),
     {},
-    'nested in more than 100 levels',
+    'nested more than 100 levels',
   ),
   'beyond a float': ('{"prompt": "a", "x": 1e400}', {}, '1e400 is beyond the range of a float'),
   'lone surrogate': ('{"prompt": "a", "answer": "\\ud800"}', {}, r"UTF-8 cannot encode, '\ud800'"),

@@ -239,12 +239,12 @@ HOSTILE = {
   'deep tokenizer': (
     'tokenizer.json',
     lambda path: path.write_text(DEEP),
-    'tokenizer.json: nested in more than 100',
+    'tokenizer.json: nested more than 100',
   ),
   'deep settings': (
     'tokenizer_config.json',
     lambda path: path.write_text(DEEP),
-    'tokenizer_config.json: nested in',
+    'tokenizer_config.json: nested more',
   ),
   'no object': (
     'tokenizer.json',

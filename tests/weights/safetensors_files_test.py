@@ -181,10 +181,10 @@ def change_weight(path, value, dtype=np.float32):
 
 DEEP = '{"model_type": ' + '[' * 100_000 + ']' * 100_000 + '}'
 HOSTILE_CONFIGS = {
-  'nested far too deep': (lambda path: path.write_text(DEEP), 'nested in more than 100 levels'),
+  'nested far too deep': (lambda path: path.write_text(DEEP), 'nested more than 100 levels'),
   'nested too deep': (
     lambda path: change_json(path, x=json.loads('[' * 100 + ']' * 100)),
-    'nested in more than 100',
+    'nested more than 100',
   ),
   'FIFO': (as_fifo, 'config.json is a FIFO, wanted a regular file'),
   'device': (lambda path: (path.unlink(), path.symlink_to('/dev/zero')), 'is a character device'),
@@ -259,7 +259,7 @@ HOSTILE_WEIGHTS = {
     lambda d: change_json(d / INDEX, weight_map={'a': f'{d}/{SHARD}'}),
     'in the same directory; move',
   ),
-  'nested index': (lambda d: (d / INDEX).write_text(DEEP), 'nested in more than 100 levels'),
+  'nested index': (lambda d: (d / INDEX).write_text(DEEP), 'nested more than 100 levels'),
   'FIFO': (lambda d: as_fifo(d / SHARD), 'is a FIFO, wanted a regular file'),
   'NaN': (
     lambda d: change_weight(d / SHARD, np.nan),

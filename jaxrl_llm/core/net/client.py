@@ -1,8 +1,8 @@
 """HTTP client of one address, and the error classes of all clients.
 
 Invariant: a response is yielded only if its status is 200; any other outcome raises an error of
-this module. Redirects are not followed, because the service that they lead to must not see the
-token. Only this module and the front's proxy send HTTP requests.
+this module. Redirects are not followed, because the service that they lead to must not get the
+token. In this package, only this module and the front's proxy send HTTP requests.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from jaxrl_llm.core.types import Json
 _CONNECT_S = 10.0
 """Time limit in seconds for connecting."""
 _KEEP_ALIVE_S = 2.0
-"""Seconds after which the client closes an idle connection. Servers wait longer before they do so:
-a request that is sent while the server closes the connection might be lost.
+"""Seconds after which the client closes an idle connection. Servers keep idle connections longer
+than this, so the client is always the one to close. If the server closed the connection while the
+client sent a request, the request might be lost.
 """
 _EXCERPT = 500
 """Maximum number of characters of a response that an error quotes."""
@@ -166,7 +167,7 @@ class Client:
     loop.
     """
     if self._closed:
-      raise Lost(f'{label}: its client was closed')
+      raise Lost(f'{label}: the client has been closed')
     if self._session is None:
       pool = {'limit': 0, 'keepalive_timeout': _KEEP_ALIVE_S}
       self._session = aiohttp.ClientSession(

@@ -49,7 +49,7 @@ def read_key(file: str | None, where: str) -> str | None:
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(f'{where}: {file}: cannot be read ({error})') from None
   if not lines:
-    raise UserError(f'{where}: {file} is empty; it holds the token in its first line')
+    raise UserError(f'{where}: {file} is empty, wanted the token in its first line')
   return lines[0]
 
 
@@ -62,5 +62,5 @@ def certificates(ca_file: str | None, where: str) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=ca_file)
   except OSError as error:
     raise UserError(
-      f'{where}: ca_file {ca_file}: no certificates that can be read ({error})'
+      f'{where}: ca_file {ca_file}: the certificates cannot be read ({error})'
     ) from None

@@ -142,7 +142,7 @@ class Front:
     self._socket, self._base = _parse_upstream(upstream)
     if upstream_token is not None and not _HEADER_WORD.fullmatch(upstream_token):
       raise UserError(
-        'front: upstream_token holds characters that a header cannot; wanted visible ASCII'
+        'front: upstream_token has characters that a header must not have; wanted visible ASCII'
       )
     self._upstream_token = upstream_token
     self._publish_root = None if publish_root is None else os.path.realpath(publish_root)
@@ -245,7 +245,7 @@ class Front:
       if isinstance(body, Upload) and body.fault is not None:
         raise body.fault from None
       _log.warning('%s %s: the upstream failed: %r', request.method, path, error)
-      raise Refusal(502, 'the server behind this front cannot be reached, or gave up') from None
+      raise Refusal(502, 'the server behind this front cannot be reached, or failed') from None
     return response
 
   async def _body(self, request: web.BaseRequest, path: str) -> bytes | Upload | None:
@@ -283,8 +283,8 @@ class Front:
 def _read_token(path: str | None) -> str:
   if path is None:
     raise UserError(
-      'front.token_file: missing, and there is no registry whose key could serve; name a file '
-      'with a token of at least 16 characters, mode 600'
+      'front.token_file: not set, and there is no registry whose key could be used instead; name a '
+      'file with a token of at least 16 characters, mode 600'
     )
   try:
     with open(path, 'rb') as file:
@@ -339,7 +339,7 @@ def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:
   if not (plain and port and is_loopback(host)):
     raise UserError(
       f'front: upstream is {upstream!r}, wanted unix:/path/to.sock or http://127.0.0.1:PORT; '
-      'let the server listen on a Unix socket or on loopback alone'
+      'let the server listen only on a Unix socket or on loopback'
     )
   return None, yarl.URL.build(scheme='http', host=host, port=port)
 
@@ -360,7 +360,7 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
   """
   method = body.get('method')
   if not isinstance(method, str) or method not in RPC_METHODS:
-    raise Refusal(403, f'method may be one of {", ".join(sorted(RPC_METHODS))}')
+    raise Refusal(403, f'method must be one of {", ".join(sorted(RPC_METHODS))}')
   return json.dumps(body).encode()
 
 

@@ -113,7 +113,7 @@ class Kind(enum.StrEnum):
   SANDBOX = 'sandbox'
   """A sandbox host, for scorers of kind `code`."""
   JUDGE = 'judge'
-  """A vLLM server that serves another model than the policy, for scorers of kind `judge`."""
+  """A vLLM server that serves a model other than the policy, for scorers of kind `judge`."""
   EXPLORER = 'explorer'
   """An explorer process, to which no other process connects."""
   MASTER = 'master'
@@ -162,7 +162,7 @@ class Lease:
     """
     host = _host_of(self.address)
     if (host is None or is_loopback(host)) and self.host != platform.node():
-      return f'{self.address} is reached from {self.host} alone; serve it with --host'
+      return f'{self.address} can be reached only from {self.host}; serve it with --host'
     if host is not None and not (
       self.address.startswith('https:') or is_loopback(host) or allow_plaintext
     ):
@@ -510,8 +510,8 @@ async def registered(registry: Registry, *leases: Lease) -> AsyncIterator[None]:
       await asyncio.to_thread(registry.put, lease)
   except OSError as error:
     raise RunError(
-      f'{registry.directory}: a lease cannot be written ({error.strerror}); make room, or make it '
-      'writable'
+      f'{registry.directory}: a lease cannot be written ({error.strerror}); free disk space, or '
+      'make the directory writable'
     ) from None
   for lease in leases:
     logging.info('registry %s: registered %s %s', registry.directory, lease.kind, lease.name)
@@ -591,7 +591,7 @@ class Watch:
     are logged. While the directory cannot be read, the last successful scan's result is returned.
 
     Args:
-      now: reader's clock in seconds, which never goes back.
+      now: time of the reader's clock in seconds; it must not decrease from call to call.
     """
     # The lock is necessary because a scan continues in its thread if the caller of `look_async` is
     # cancelled, and may overlap the next scan.

@@ -218,7 +218,7 @@ class ServiceClient:
     except RemoteError as error:
       if error.refuses_key:
         raise Refused(
-          f'{error}; it refuses the key: look at key_file', status=error.status
+          f'{error}; the service refuses the key: check key_file', status=error.status
         ) from None
       raise
 

@@ -2,8 +2,8 @@
 
 Invariant: no request reaches the handler unless it carries a known token and its method and path
 are those of a route, byte for byte. Unauthenticated connections have a deadline, and the oldest is
-dropped when there are too many. Clients without a token thus cannot occupy memory or descriptors
-for long, and cannot lock out clients that have one.
+dropped when there are too many. Therefore, clients without a token can neither occupy memory or
+descriptors for long, nor lock out clients that have a token.
 
 The module also runs on hosts that only serve models and lack JAX, so it imports neither JAX nor any
 other module of this package.
@@ -68,8 +68,9 @@ class Server(Generic[Client]):
     Args:
       routes: (method, path) pairs of the requests that are handled. The path of a request is
         compared as sent, byte by byte.
-      authenticate: returns the client to which an Authorization header belongs; None if it belongs
-        to none. It must take the same time for all wrong headers.
+      authenticate: returns the client that an Authorization header identifies, or None if it
+        identifies none. It must take the same time for all wrong headers, so that the time reveals
+        nothing about the token.
       handle: responds to an authenticated request. It may raise Refusal, and is cancelled if the
         client disconnects.
       wanted: error message for requests without a known token.
@@ -215,7 +216,7 @@ class Upload:
       self.fault = Refusal(400, 'the body is not validly framed')
       raise self.fault from None
     except TimeoutError:
-      self.fault = Refusal(408, f'nothing of the body came for {_BODY_S:g} s')
+      self.fault = Refusal(408, f'no part of the body arrived for {_BODY_S:g} s')
       raise self.fault from None
 
   async def read(self) -> bytes:
@@ -337,7 +338,7 @@ def _permit_descriptors() -> int:
   higher soft limit is kept.
 
   Returns:
-    The smaller one of `_DESCRIPTORS` and the hard limit.
+    The smaller of `_DESCRIPTORS` and the hard limit.
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
@@ -357,7 +358,7 @@ def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> None:
   path, query = split_path(request)
   methods = [method for method, known in routes if known == path]
   if not methods:
-    raise Refusal(403, f'no such path here, as written: {path[:200]!a}')
+    raise Refusal(403, f'no route has exactly this path: {path[:200]!a}')
   if request.method not in methods:
     raise Refusal(405, f'{path} takes {" or ".join(methods)}', {hdrs.ALLOW: ', '.join(methods)})
   if not _QUERY.fullmatch(query):
@@ -366,7 +367,7 @@ def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> None:
     # Clients of older HTTP versions cannot distinguish a truncated response from a complete one.
     raise Refusal(505, 'wanted HTTP/1.1')
   if hdrs.CONTENT_ENCODING in request.headers:
-    raise Refusal(415, 'compressed bodies are not taken')
+    raise Refusal(415, 'compressed bodies are not accepted')
 
 
 def error_response(refusal: Refusal) -> web.Response:

@@ -23,7 +23,7 @@ _STOP_S = 45.0
 5 s before SIGKILL and 30 s after it.
 """
 _REAP_S = 10.0
-"""Maximum seconds to read the exit code of a guard that has ended."""
+"""Maximum seconds to wait for the exit code of a guard that has ended."""
 LOG_BYTES = 64 << 20
 """Default maximum size in bytes of a child's log."""
 _TAIL_BYTES = 1 << 20
@@ -129,7 +129,7 @@ class Child:
       return []
     with self.log.open('rb') as file:
       size = self.log.stat().st_size
-      # The beginning of the log has been removed.
+      # If the log is now shorter than at the start, its beginning has been removed.
       start = self._log_start if self._log_start <= size else 0
       file.seek(max(start, size - _TAIL_BYTES))
       lines = [line.strip() for line in file.read().decode(errors='replace').splitlines()]
@@ -147,7 +147,7 @@ class Child:
       self._guard.terminate()
 
   async def wait(self) -> int:
-    """Returns the exit code when the command has ended by itself."""
+    """Waits until the command ends by itself, and returns its exit code."""
     assert self._guard is not None, 'not started'
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()

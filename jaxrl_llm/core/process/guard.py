@@ -100,7 +100,7 @@ def _processes() -> Iterator[_Process]:
 def _tree() -> Iterator[_Process]:
   """Yields all descendants of this process.
 
-  Each is yielded as soon as it is found. The caller can thus kill a process in time even if it
+  Each is yielded as soon as it is found, so that the caller can kill a process in time even if it
   keeps forking and exiting.
   """
   tree = {os.getpid()}
@@ -228,7 +228,7 @@ def _start(command: Sequence[str], log: BinaryIO, *, channel: bool) -> subproces
   """
   prctl = ctypes.CDLL(None, use_errno=True).prctl
   if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-    raise OSError(ctypes.get_errno(), 'the kernel does not make the guard a subreaper')
+    raise OSError(ctypes.get_errno(), 'the kernel cannot make the guard a subreaper')
   guard = os.getpid()
 
   def before_exec() -> None:
@@ -425,7 +425,7 @@ def main(argv: Sequence[str]) -> int:
   )
   parser.add_argument('--log', required=True, help="File to which COMMAND's output is appended.")
   parser.add_argument(
-    '--log_bytes', type=_bytes, help='Size from which on only the end of the log is kept.'
+    '--log_bytes', type=_bytes, help='Size above which only the end of the log is kept.'
   )
   parser.add_argument(
     '--remove_orphaned',
@@ -437,7 +437,9 @@ def main(argv: Sequence[str]) -> int:
     '--grace_s', type=_seconds, default=5.0, help='Seconds between SIGTERM and SIGKILL.'
   )
   parser.add_argument(
-    '--channel', action='store_true', help="Whether stdout is COMMAND's stdin and stdout."
+    '--channel',
+    action='store_true',
+    help="Whether stdout is a socket for COMMAND's stdin and stdout.",
   )
   split = argv.index('--') if '--' in argv else len(argv)
   options, command = parser.parse_args(argv[:split]), argv[split + 1 :]

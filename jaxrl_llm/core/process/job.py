@@ -135,13 +135,13 @@ def unjoined(environment: Mapping[str, str]) -> str | None:
   if _K8S_INDEX in environment:
     return (
       f'{_K8S_INDEX}={environment[_K8S_INDEX]}, but neither {ADDRESS} nor {COUNT}: this pod trains '
-      'alone; set both in the manifest if its pods are one job'
+      'alone; set both in the manifest if its pods form one job'
     )
   tasks = environment.get('SLURM_NTASKS', '1')
   if 'SLURM_STEP_NODELIST' not in environment and tasks != '1':
     return (
       f'SLURM_NTASKS={tasks}, but not started by srun: this process trains alone; start it with '
-      'srun if the tasks are one job'
+      'srun if the tasks form one job'
     )
   return None
 
@@ -196,8 +196,8 @@ def _merged(
   if missing:
     wanted = ' and '.join(f'{name} ({_FLAGS[name]})' for name in missing)
     raise UserError(
-      f'{names}: set, but not {wanted}, and no Slurm step, MPI, Kubernetes or TPU tells; set all '
-      'three, or none to train alone'
+      f'{names}: set, but not {wanted}, which neither a Slurm step nor MPI, Kubernetes or a TPU '
+      'supplies; set all three, or none to train alone'
     )
   address, count, index = (
     None if fact is None else fact.value for fact in (given[ADDRESS], given[COUNT], given[INDEX])
@@ -355,8 +355,8 @@ def _group(
   missing = [name for name in (*names, *others) if not environment.get(name)]
   if missing:
     raise UserError(
-      f'{source}: {", ".join(missing)} missing beside its other variables; start the process by '
-      f'the system itself, or set {ADDRESS}, {COUNT} and {INDEX}'
+      f'{source}: {", ".join(missing)} missing, although its other variables are set; use a '
+      f'launcher that sets all of them, or set {ADDRESS}, {COUNT} and {INDEX}'
     )
   return [_number(environment, name) for name in names]
 

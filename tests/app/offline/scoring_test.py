@@ -90,7 +90,7 @@ def test_what_a_row_says_itself_comes_first(tmp_path):
     ({**CODE_ROW, 'entry_point': 1}, 'entry_point is 1, wanted text'),
     (
       f'{{"prompt": "x", "completion": {"[" * 9_999}{"]" * 9_999}}}',
-      'nested in more than 100 levels',
+      'nested more than 100 levels',
     ),
     ('{"prompt": "x\\ud800", "completion": "x"}', 'surrogates not allowed'),
     ({'reasoning_gym': 'x', 'completion': 'x'}, "'reasoning_gym' without an entry"),
@@ -265,7 +265,7 @@ def test_options_are_json_or_dotted():
   }
   with pytest.raises(UserError, match='not JSON'):
     read_options('{', {})
-  with pytest.raises(UserError, match='nested in more than 100 levels'):
+  with pytest.raises(UserError, match='nested more than 100 levels'):
     read_options(f'{{"a": {"[" * 9_999}{"]" * 9_999}}}', {})
   with pytest.raises(UserError, match=r"--options\.tag\.x: tag is \"y\", which has no 'x'"):
     read_options('{"tag": "y"}', {'tag.x': '1'})

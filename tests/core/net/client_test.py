@@ -138,7 +138,7 @@ def test_a_closed_client_sends_nothing():
     async with service.running(), client_of(service.address) as client:
       assert parse_json(await posted(client), 'svc') == {}
       await client.close()
-      with pytest.raises(Lost, match=r'^svc: its client was closed$'):
+      with pytest.raises(Lost, match=r'^svc: the client has been closed$'):
         await posted(client)
     return len(service.seen)
 

@@ -439,8 +439,8 @@ def test_thousands_of_files_are_one_line_and_a_bounded_look(registry, said):
     ('http://far.example:80', 'far', False, 'would get the key in plain text'),
     ('http://10.0.0.5:80', None, False, 'would get the key in plain text'),
     ('http://127.0.0.1.evil.example:80', None, False, 'would get the key in plain text'),
-    ('unix:/tmp/a', 'far', True, 'is reached from far alone'),
-    ('https://127.0.0.1:80', 'far', True, 'is reached from far alone'),
+    ('unix:/tmp/a', 'far', True, 'can be reached only from far'),
+    ('https://127.0.0.1:80', 'far', True, 'can be reached only from far'),
   ],
 )
 def test_the_key_goes_only_where_the_network_cannot_read_it(

@@ -136,7 +136,7 @@ def test_the_place_of_a_process(environment, facts, wanted):
     ({**JAX, 'JAX_COORDINATOR_ADDRESS': 'a b:1\n'}, {}, 'wanted HOST:PORT'),
     ({**SRUN, 'SLURM_PROCID': '4'}, {'coordinator': 'a:1'}, 'process 4 of 4'),
     ({**SRUN, 'SLURM_PROCID': '4'}, {}, 'process 4 of 4'),
-    ({**SRUN, 'SLURM_PROCID': ''}, {}, 'Slurm: SLURM_PROCID missing beside its other variables'),
+    ({**SRUN, 'SLURM_PROCID': ''}, {}, 'Slurm: SLURM_PROCID missing, although its other variables'),
     ({**SRUN, 'SLURM_STEP_NUM_TASKS': 'many'}, {}, "SLURM_STEP_NUM_TASKS='many'"),
     (OPEN_MPI, {}, 'Open MPI: process 2 of 4, and no variable has the address of process 0'),
     ({'OMPI_COMM_WORLD_SIZE': '4'}, {}, 'Open MPI: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL'),

@@ -188,7 +188,7 @@ def is_no_coroutine(a):
     ),
     (huge_part, "ValueError: scorer returned value None, parts {'share': -10000000000.0}"),
     (huge_turn, 'ValueError: scorer returned value 1.0, parts {} and turns (0.0, 1e+308)'),
-    (deep, 'ValueError: nested in more than 100 levels'),
+    (deep, 'ValueError: nested more than 100 levels'),
     (is_no_coroutine, "TypeError: object float can't be used in 'await' expression"),
   ],
 )

@@ -669,7 +669,7 @@ def test_several_hosts_share_the_work_and_one_that_dies_is_done_without(tmp_path
         scorer.set_addresses([two])
         assert await scores(scorer) == wanted
       async with code_scorer(addresses=[two], key_file=str(wrong)).open() as scorer:
-        with pytest.raises(RemoteError, match=r'HTTP 401.*look at key_file'):
+        with pytest.raises(RemoteError, match=r'HTTP 401.*check key_file'):
           await scorer(attempts(1)[0])
 
     asyncio.run(main())

@@ -76,7 +76,7 @@ def test_score_is_another_word_for_value_and_null_says_unscorable():
     ('"' + 'x' * (5 << 20) + '"', 'more than'),
     (404, 'HTTP 404: status 404'),
     (302, 'HTTP 302'),
-    (401, 'look at key_file'),
+    (401, 'check key_file'),
   ],
 )
 def test_an_answer_that_is_no_verdict_is_an_error_at_once(answer, told):
@@ -339,7 +339,10 @@ def test_an_https_service_is_believed_by_the_certificate_that_is_named(certifica
     ({'addresses': []}, 'addresses is empty'),
     ({'addresses': ['localhost:80']}, "address 'localhost:80', wanted http://HOST:PORT"),
     ({'addresses': ['http://h'], 'key_file': '/no/such'}, 'key_file: /no/such: cannot be read'),
-    ({'addresses': ['http://h'], 'ca_file': '/no/such'}, 'ca_file /no/such: no certificates'),
+    (
+      {'addresses': ['http://h'], 'ca_file': '/no/such'},
+      'ca_file /no/such: the certificates cannot',
+    ),
     ({'addresses': ['http://h'], 'retries': -1}, 'retries -1'),
     ({'addresses': ['http://h'], 'request_deadline_s': 0}, 'wanted them above 0'),
     ({'addresses': ['http://h'], 'adresses': []}, "did you mean 'addresses'"),

@@ -299,7 +299,7 @@ def _twice(episode):
       lambda e: e.reward(1.0, {'log': 'x' * 65536}),
       'the evidence of a reward has 65547 characters as JSON, wanted at most 65536',
     ),
-    (lambda e: e.reward(1.0, {'at': nested(100)}), 'nested in more than 100 levels'),
+    (lambda e: e.reward(1.0, {'at': nested(100)}), 'nested more than 100 levels'),
     (lambda e: [e.count(str(i)) for i in range(257)], 'a reward of 257 counts, wanted at most 256'),
     (lambda e: e.count('a\nb'), "has a count 'a\\nb', wanted a name of at most 1024 characters"),
     (lambda e: e.count('a', 'b'), "count 'a' is 'b', wanted a number from"),

@@ -689,7 +689,7 @@ def test_a_ca_file_that_cannot_be_used_is_refused(tmp_path, text):
   async def check():
     if text is not None:
       (tmp_path / 'ca.pem').write_text(text)
-    with pytest.raises(UserError, match='no certificates that can be read'):
+    with pytest.raises(UserError, match='the certificates cannot be read'):
       Link('https://127.0.0.1:1', key=None, ca_file=str(tmp_path / 'ca.pem'), name='a')
 
   simulated(check())
