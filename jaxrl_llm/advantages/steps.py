@@ -117,7 +117,7 @@ def along_chains(
   Args:
     members: row numbers of each trajectory, as `chains` returns them. Every row occurs once.
     rule: function of (number of the trajectory's last row, *columns of the trajectory). The last
-      axis of its result is the time.
+      axis of its result is time.
     columns: values per token, one array for each row.
   """
   results = [np.zeros(0)] * sum(map(len, members))

@@ -38,7 +38,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
   close = difflib.get_close_matches(word, choices, n=1)
   if close:
     return f'did you mean {close[0]!r}?'
-  return f'there are: {", ".join(choices)}' if choices else 'there are none'
+  return f'available: {", ".join(choices)}' if choices else 'none is available'
 
 
 def field_types(cls: type) -> dict[str, Any]:

@@ -65,6 +65,6 @@ def named_pair(
     and callable(pair[1])
   ):
     raise UserError(
-      f'{what} {name!r}: wanted a pair of an options dataclass and a function of it, got {pair!r}'
+      f'{what} {name!r}: wanted (options dataclass, function that takes the options), got {pair!r}'
     )
   return pair

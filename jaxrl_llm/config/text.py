@@ -49,8 +49,8 @@ def parse_text(text: str, annotation: Any, where: str) -> Any:
   if is_json(annotation):
     return _parse_json(text, where)
   kinds = members(annotation)
-  # str accepts any text, so it is tried after the other types. With `int | str`, 7 is thus an
-  # integer.
+  # str accepts any text, so it is tried after the other types. For example, with `int | str`, the
+  # text 7 becomes an integer.
   for kind in sorted(kinds, key=lambda kind: (kind is str, kind is types.NoneType)):
     value = _parse_scalar(text, kind, unquote=len(kinds) > 1)
     if value is not _UNREAD:

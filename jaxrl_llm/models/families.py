@@ -164,8 +164,8 @@ def _rope_scaling(fields: Mapping[str, Any]) -> RopeScaling:
   unknown = sorted(set(fields) - set(known))
   if unknown or not {'kind', 'factor'} <= set(fields):
     raise UserError(
-      f'model.rope_scaling: got fields {sorted(fields)}, wanted kind and factor, and of '
-      f'{", ".join(known)}'
+      f'model.rope_scaling: got fields {sorted(fields)}, wanted kind and factor, and only fields '
+      f'among {", ".join(known)}'
     )
   _check_choice('model.rope_scaling.kind', fields['kind'], ('linear', 'llama3'))
   return RopeScaling(**fields)

@@ -83,9 +83,7 @@ def head_kernel(params: Params, spec: ModelSpec) -> Float[Array, 'out embed']:
 def outputs(
   hidden: Float[Array, '*batch embed'], kernel: Float[Array, 'out embed']
 ) -> Float[Array, '*batch out']:
-  """Computes hidden · kernelᵀ in at least float32. The result are logits, or values with a last
-  axis of size 1.
-  """
+  """Computes hidden · kernelᵀ in at least float32: logits, or values with a last axis of size 1."""
   wide = jnp.promote_types(hidden.dtype, jnp.float32)
   return jnp.einsum(
     '...d,od->...o', hidden, kernel.astype(hidden.dtype), preferred_element_type=wide

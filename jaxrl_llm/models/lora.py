@@ -68,7 +68,7 @@ def split(params: Params, spec: ModelSpec, options: ModelOptions) -> tuple[Param
 
 
 def join(params: Params, others: Params | None) -> Params:
-  """Joins both trees, as the inverse of `split`. An array that is in both trees is taken from
+  """Joins two trees into one; the inverse of `split`. An array that is in both trees is taken from
   `params`.
   """
   return params if others is None else unflatten(flatten(others) | flatten(params))

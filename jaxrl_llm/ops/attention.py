@@ -55,7 +55,8 @@ def choose(
 
   Args:
     asked: implementation from the configuration. A fused kernel named here is used only if
-      `same_tokens` is true; attention over a KV cache is chosen as with 'auto'.
+      `same_tokens` is true; otherwise, as in attention over a KV cache, the choice is that of
+      'auto'.
     platform: platform of the devices.
     time: number of queries per row.
     keys: number of keys per row.

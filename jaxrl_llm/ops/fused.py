@@ -42,9 +42,9 @@ def why_not_pallas_gpu(
   if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
     return f'pallas_gpu does not compute in {jnp.dtype(dtype).name}'
   if window is not None or softcap is not None:
-    return 'pallas_gpu has neither window nor softcap'
+    return 'pallas_gpu supports neither window nor softcap'
   if shards > 1:
-    return 'pallas_gpu counts from the first query, so the sequence cannot be cut'
+    return 'pallas_gpu numbers tokens from its first query, so the time axis cannot be sharded'
   if importlib.util.find_spec(_GPU_KERNEL) is None:
     return f'this version of JAX has no {_GPU_KERNEL}'
   return None
@@ -54,8 +54,8 @@ def splash_length(time: int, *, shards: int = 1) -> int:
   """Returns the length to which a row of `time` tokens is padded, so that each shard contains an
   integral number of blocks.
   """
-  # Choose the largest block with which no shard grows by more than an eighth. The length must also
-  # be divisible by shards².
+  # Choose the largest block with which no shard grows by more than an eighth. The kernel's mask
+  # requires that the length is also divisible by shards².
   share = -(-time // shards)
   block = next((n for n in BLOCKS if -(-share // n) * n <= share * 9 / 8), BLOCKS[-1])
   step = math.lcm(shards * block, shards**2)

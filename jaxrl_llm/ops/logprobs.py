@@ -149,8 +149,8 @@ def _check_shards(
     raise ValueError(f'token_chunk {token_chunk} does not divide the {time} positions of a chunk')
   if token_chunk % time_shards:
     raise ValueError(
-      f'time_shards {time_shards} does not divide token_chunk {token_chunk}, which is taken from '
-      'all parts'
+      f'time_shards {time_shards} does not divide token_chunk {token_chunk}; a chunk has equally '
+      'many positions of each shard'
     )
   if rows % row_shards:
     raise ValueError(f'row_shards {row_shards} does not divide the {rows} rows')
@@ -201,7 +201,8 @@ class _Split(NamedTuple):
     def used(x):
       return _sharded(x, self.shardings.used)
 
-    # XLA:GPU would gather the kernel before it converts it.
+    # Without the inner constraint, XLA:GPU would gather the kernel before the conversion, which
+    # moves more bytes.
     return jax.lax.platform_dependent(
       converted, tpu=used, default=lambda x: used(_sharded(x, self.shardings.stored))
     )

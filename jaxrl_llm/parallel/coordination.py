@@ -47,7 +47,7 @@ class CoordinationConfig:
   def __post_init__(self):
     for name in ('join_s', 'heartbeat_s', 'beat_s', 'silence_s', 'device_s', 'leave_s', 'grace_s'):
       value = getattr(self, name)
-      # `not 0 < value` also rejects NaN, which `value <= 0` would accept.
+      # NaN is rejected, too, because `0 < value` is false for it.
       if value is not None and not 0 < value < _MOST_S:
         raise UserError(f'coordination.{name}: {value}, wanted seconds above 0, below {_MOST_S:g}')
     for name, longer in (('beat_s', 'silence_s'), ('silence_s', 'device_s')):

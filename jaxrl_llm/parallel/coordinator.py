@@ -123,7 +123,7 @@ class Coordinator:
       self._device.run(collective, *args),
       name='exchange',
       owner=f'process {jax.process_index()}',
-      waits_for='the other processes to come to the same broadcast'
+      waits_for='the other processes to reach the same broadcast'
       if self.leads
       else "process 0's beat or decision",
       deadline_s=self._silence_s,

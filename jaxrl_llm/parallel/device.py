@@ -1,8 +1,8 @@
 """Device thread: the only thread that runs programs on a process's devices, so that device work
 never blocks the event loop. As an exception, the loader places arrays from a separate thread.
 
-If a collective fails because another process is gone, PeerFailed is raised, whatever error the
-runtime raises.
+If a collective fails because another process is gone, PeerFailed is raised in place of the
+runtime's own error.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class DeviceThread:
         name='device',
         owner=f'process {jax.process_index()}',
         waits_for=(
-          'its device work, and with it for the other processes of the job to come to the same '
-          'collective'
+          'its device work, which needs the other processes of the job to reach the same collective'
         ),
         deadline_s=self._deadline_s,
       )

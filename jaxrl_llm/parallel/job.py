@@ -68,7 +68,7 @@ class Membership:
     with watched(
       name='leave', owner=f'process {index}', waits_for=waits_for, deadline_s=self._config.silence_s
     ):
-      # This random number is the same in all processes, and differs between starts of the run.
+      # All processes get the random number of process 0. It differs between starts of the run.
       start = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))
 
     def marker(i):

@@ -69,7 +69,7 @@ def available_devices() -> list[jax.Device]:
       'device'
       f'{f" ({reason})" if reason else ""}; unset the variable, set JAX_PLATFORMS=cpu, or install '
       'the plugin of the '
-      "device (pip install 'jax[cuda12]' or 'jax[tpu]') and look whether its driver runs"
+      "device (pip install 'jax[cuda12]' or 'jax[tpu]') and check that its driver works"
     ) from error
 
 

@@ -77,8 +77,8 @@ def parse_topology(name: str) -> Topology:
   slices = int(match[1] or 1) if match else 1
   if chip not in CHIPS:
     raise UserError(
-      f'topology {name!r}: wanted CHIP:SHAPE with a chip of {", ".join(CHIPS)}, as v5e:4x4, '
-      '2*v5e:4x4 (two slices) or h100:8'
+      f'topology {name!r}: wanted CHIP:SHAPE, where CHIP is one of {", ".join(CHIPS)}, such as '
+      'v5e:4x4, 2*v5e:4x4 (two slices) or h100:8'
     )
   wanted = _TPU_SHAPES.get(chip)
   if (
@@ -90,7 +90,8 @@ def parse_topology(name: str) -> Topology:
     raise UserError(f'topology {name!r}: {chip} needs a shape such as {example}')
   if slices < 1 or (slices > 1 and wanted is None):
     raise UserError(
-      f'topology {name!r}: {slices} slices; wanted at least 1, and GPUs as hosts × GPUs, h100:2x8'
+      f'topology {name!r}: {slices} slices; wanted at least 1, and for GPUs hosts × GPUs instead, '
+      'such as h100:2x8'
     )
   return Topology(chip, shape, slices)
 

@@ -190,7 +190,7 @@ def test_text_becomes_the_value_that_the_annotation_wants(key, text, read, wante
   ('key', 'text', 'line'),
   [
     ('shufle', 'true', "--config.shufle: Root has no field 'shufle'; did you mean 'shuffle'?"),
-    ('clip.zzz', '1', "--config.clip.zzz: Clip has no field 'zzz'; there are: low, high"),
+    ('clip.zzz', '1', "--config.clip.zzz: Clip has no field 'zzz'; available: low, high"),
     (
       'stages.grpo.optimizer.peek_lr',
       '1',
@@ -198,7 +198,7 @@ def test_text_becomes_the_value_that_the_annotation_wants(key, text, read, wante
       "'peak_lr'?",
     ),
     ('stages.gpro.steps', '1', "--config.stages.gpro: no such element; did you mean 'grpo'?"),
-    ('stages.2.steps', '1', '--config.stages.2: no such element; there are: sft, grpo'),
+    ('stages.2.steps', '1', '--config.stages.2: no such element; available: sft, grpo'),
     ('words.0', 'a', '--config.words.0: no such element; wanted a position: none, it is empty'),
     ('stages.grpo.steps', 'ten', "--config.stages.grpo.steps: got 'ten', wanted an integer"),
     ('stages.grpo.steps', '1.5', "--config.stages.grpo.steps: got '1.5', wanted an integer"),
@@ -266,7 +266,7 @@ def test_each_bad_override_is_one_line(key, text, line):
   ('key', 'text', 'ending'),
   [
     ('stages.grpo.steps', '1' * 5000, "', wanted an integer"),
-    (f'stages.{"9" * 5000}.steps', '1', ': no such element; there are: sft, grpo'),
+    (f'stages.{"9" * 5000}.steps', '1', ': no such element; available: sft, grpo'),
   ],
 )
 def test_a_number_that_python_does_not_read_is_one_line(key, text, ending):
@@ -466,7 +466,7 @@ def test_a_configuration_file_may_define_its_own_dataclasses(write):
   [
     (FILE, 'x.py:lang', "x.py:7: ValueError: unknown variant 'lang'"),
     (FILE, 'y.py', "y.py: no such configuration file; did you mean 'x.py'?"),
-    (FILE, 'none/y.py', 'none/y.py: no such configuration file; there are none'),
+    (FILE, 'none/y.py', 'none/y.py: no such configuration file; none is available'),
     (
       FILE,
       'x.txt',

@@ -105,7 +105,7 @@ def test_metrics_of_a_surrogate_are_means_over_its_tokens(folder, monkeypatch):
     ),
     (
       {'policy_loss': 'fixtures.own_sapo:sapo'},
-      'wanted a pair of an options dataclass and a function of it, got',
+      'wanted (options dataclass, function that takes the options), got',
     ),
     (
       {'policy_loss': 'sapo', 'policy_loss_options': {'tau': 1.0}},

@@ -374,7 +374,7 @@ def test_the_choice(wanted, given):
     ('splash does not run on this platform .cpu.', dict(asked='splash')),
     ('pallas_gpu does not run on this platform .tpu.', dict(asked='pallas_gpu', platform='tpu')),
     ('not in float64', dict(asked='splash', platform='tpu', dtype='float64')),
-    ('cannot be cut', dict(asked='pallas_gpu', platform='gpu', shards=2)),
+    ('cannot be sharded', dict(asked='pallas_gpu', platform='gpu', shards=2)),
   ],
 )
 def test_a_kernel_that_cannot_do_it_is_refused_in_one_line(message, given):

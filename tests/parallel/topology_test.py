@@ -34,7 +34,7 @@ def test_a_topology_is_a_chip_a_shape_and_slices(name, wanted):
     ('h100:0', 'such as 8'),
     ('', 'wanted CHIP:SHAPE'),
     ('0*v5e:4x4', '0 slices; wanted at least 1'),
-    ('2*h100:8', 'GPUs as hosts × GPUs'),
+    ('2*h100:8', 'for GPUs hosts × GPUs instead'),
     ('-2*v5e:4x4', 'wanted CHIP:SHAPE'),
     ('2*', 'wanted CHIP:SHAPE'),
     ('v5e:' + '9' * 5000 + 'x1', 'wanted CHIP:SHAPE'),

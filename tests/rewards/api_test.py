@@ -178,7 +178,7 @@ def test_a_taskset_may_have_a_composition_of_its_own():
     ),
     (
       lambda: verifier_scorer(zzz=1),
-      "scorer 'verifier'.zzz: VerifierOptions has no field 'zzz'; there are: ",
+      "scorer 'verifier'.zzz: VerifierOptions has no field 'zzz'; available: ",
     ),
     (
       lambda: format_scorer(tempalte=''),

@@ -69,7 +69,7 @@ def test_old_spellings_name_the_engines_of_the_catalogue():
     ),
     (
       {'engine': 'math:pi'},
-      "engine 'math:pi': wanted a pair of an options dataclass and a function of it, got 3.14",
+      r"engine 'math:pi': wanted \(options dataclass, function that takes the options\), got 3.14",
     ),
     (
       {'engine': 'no_such_module:A'},

@@ -143,7 +143,7 @@ def test_a_schedule_counts_the_updates_that_are_taken():
     ),
     (
       changed('quickstart.py', algorithm=AlgorithmConfig(name='math:pi')),
-      "algorithm 'math:pi': wanted a pair of an options dataclass and a function",
+      r"algorithm 'math:pi': wanted \(options dataclass, function that takes",
     ),
     (changed('mix.py', minibatches=64), 'experts.ratio gives 32'),
     (changed('dpo.py:online', minibatches=32), 'groups_per_batch gives 16'),

@@ -334,7 +334,7 @@ def test_unsupported_processors_are_reported_before_loading():
   assert len(build(processors=shaped('verifier/part'))) == 2
   with pytest.raises(UserError, match="no scorer is called 'judge'; configured are"):
     build(processors=shaped('judge/part'))
-  with pytest.raises(UserError, match=r"processor 'math:pi': wanted a pair"):
+  with pytest.raises(UserError, match=r"processor 'math:pi': wanted \(options dataclass"):
     build(processors=(ProcessorConfig(name='own', kind='math:pi'),))
   with pytest.raises(UserError, match=r'rollout\.repetition_detection ended, which is not set'):
     build(processors=(ProcessorConfig(name='repetition'),))
