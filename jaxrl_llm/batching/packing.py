@@ -227,8 +227,8 @@ class _RankBins:
     if fitted is None:
       raise UserError(
         f'packing: the unit of rows {list(rows)} ({sum(wanted)} tokens in {len(rows)} rows) does '
-        f'not fit one micro-batch of {self.chunks} chunks of {self.chunk_len}; raise chunks per '
-        'micro-batch or chunk_len'
+        f'not fit into one micro-batch of {self.chunks} chunks of {self.chunk_len} tokens; raise '
+        'chunks per micro-batch or chunk_len'
       )
     self._open(-len(self.used) % self.chunks)
     chunk = len(self.used)

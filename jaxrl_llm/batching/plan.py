@@ -229,7 +229,8 @@ def plan_shape(
     chunks=chunks,
     chunk_len=chunk_len,
     micro_batches=-(-units // (chunks * rows_per_chunk // unit)),
-    # Trees are assigned to ranks regardless of their numbers of rows.
+    # With shared prefixes, a single rank may get all rows, because trees are assigned to ranks
+    # regardless of their numbers of rows.
     segments=max(1, min(chunk_len, rows if shares_prefixes else units * unit)),
     shares_prefixes=shares_prefixes,
     rows_per_chunk=rows_per_chunk,
@@ -290,8 +291,8 @@ def deal_rows(
   kinds = [[u for u in units if rows[u[0]].is_expert is expert] for expert in (False, True)]
   steps: list[tuple[int, ...]] = []
   for epoch in range(epochs):
-    # With seed + epoch, the second epoch of a batch would be split like the first epoch of the next
-    # batch.
+    # If the seed were seed + epoch, the second epoch of a batch would be split like the first epoch
+    # of the next batch.
     dealt = [deal(kind, minibatches, seed=seed * epochs + epoch) for kind in kinds if kind]
     for number in range(minibatches):
       parts = [

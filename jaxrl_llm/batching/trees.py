@@ -198,12 +198,14 @@ def check_prefixes(samples: Mapping[int, Sample], packing: Packing) -> None:
     # branches off.
     if first and not np.array_equal(sample.tokens[:first], before.tokens[:first]):
       raise RunError(
-        f'{sample.uid}: does not begin like {before.uid}, with which it shares {first} tokens by '
-        'plan; the run directory is damaged, audit it or resume from an earlier commit'
+        f'{sample.uid}: does not begin with the {first} tokens that it shares with {before.uid} '
+        'according to the plan; the run directory is damaged, audit it or resume from an earlier '
+        'commit'
       )
     if first and sample.loss_mask[: first + 1].any():
       raise RunError(
-        f'{sample.uid}: is trained on within its first {first + 1} tokens, which it shares by '
-        'plan; the run directory is damaged, audit it or resume from an earlier commit'
+        f'{sample.uid}: one of its first {first + 1} tokens is trained on, but the plan says that '
+        'the row shares them; the run directory is damaged, audit it or resume from an earlier '
+        'commit'
       )
     before = sample

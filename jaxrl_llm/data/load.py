@@ -45,7 +45,7 @@ passing a single one to a thread takes longer than reading it.
 _READS_AHEAD = 32
 """Maximum number of completed reads whose rows wait to be packed."""
 _STEPS_AHEAD = 1
-"""Number of packed optimizer steps that wait to be computed."""
+"""Number of optimizer steps that are packed ahead of the one that is computed."""
 _DEADLINE_S = 3600.0
 """Maximum time in seconds to read the rows of one optimizer step."""
 
@@ -92,9 +92,9 @@ class _Reads:
     for row, sample in zip(rows, samples, strict=True):
       if sample.uid != row.uid or len(sample.tokens) != row.length:
         raise RunError(
-          f'{row.source} record {row.index}: holds {sample.uid} ({len(sample.tokens)} tokens), '
-          f'planned was {row.uid} ({row.length} tokens); the run directory is damaged, audit it or '
-          'resume from an earlier commit'
+          f'{row.source} record {row.index}: holds {sample.uid} ({len(sample.tokens)} tokens), but '
+          f'the plan has {row.uid} ({row.length} tokens); the run directory is damaged, audit it '
+          'or resume from an earlier commit'
         )
     return samples
 

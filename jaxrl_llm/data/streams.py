@@ -67,7 +67,7 @@ def count_rows(workdir: pathlib.Path, source: str) -> int:
 def sample_lengths(
   workdir: pathlib.Path, source: str, *, unit: int, most: int = 4096
 ) -> tuple[int, ...]:
-  """Returns the lengths in tokens of rows at even spacing in an ArrayRecord file of Samples.
+  """Returns the lengths in tokens of evenly spaced rows of an ArrayRecord file of Samples.
 
   Args:
     unit: number of consecutive rows that stay together (2 for pairs, otherwise 1). A unit is

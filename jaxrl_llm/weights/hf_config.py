@@ -195,9 +195,9 @@ def _refuse_unsupported(config: _HfConfig, family: Family) -> None:
   kinds = values.get('layer_types') or []
   if not isinstance(kinds, list):
     raise config.error('layer_types', kinds, 'a list with the kind of each layer')
-  # A sliding window in a file without layer_types: if the family has the key use_sliding_window,
-  # the window applies to the layers from max_window_layers on, and only if use_sliding_window is
-  # true. If the family has no such key, the file is rejected whenever it has a window.
+  # In a family that has the key use_sliding_window, a sliding window applies only if this key is
+  # true, and only to the layers from max_window_layers on. In other families, a window always
+  # applies. If the file has layer_types, these decide instead, except as stated below.
   first = values.get('max_window_layers')
   if first is not None and not isinstance(first, int):
     raise config.error('max_window_layers', first, 'a number of layers')

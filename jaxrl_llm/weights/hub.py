@@ -27,8 +27,7 @@ def check_repository(repository: str) -> None:
     validate_repo_id(repository)
   except HFValidationError as error:
     raise UserError(
-      f'--push_to_hub={repository}: no id of a repository ({one_line(error, 200)}); wanted '
-      'USER/NAME'
+      f'--push_to_hub={repository}: not a repository id ({one_line(error, 200)}); wanted USER/NAME'
     ) from None
   if huggingface_hub.get_token() is None:
     raise UserError(

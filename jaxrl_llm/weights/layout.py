@@ -118,7 +118,7 @@ def hf_parts(
     )
 
 
-_ANOTHER = 'are they of another model than at the start?'
+_ANOTHER = 'do they belong to a model other than the one at the start?'
 
 
 def _refuse_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> NoReturn:

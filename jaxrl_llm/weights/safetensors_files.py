@@ -61,7 +61,8 @@ def load_params(
   dtype: str = 'float32',
   place: Callable[[str, StoredArray], Any] = keep,
 ) -> Params:
-  """Reads the parameters in a model directory, one array of the tree at a time, or parts of them.
+  """Reads the parameters in a model directory, one array of the tree at a time. `place` determines
+  which parts of an array are read.
 
   Args:
     directory: directory with model.safetensors, or with model.safetensors.index.json and the files
@@ -195,7 +196,7 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
 def _check_files(directory: Path, files: Mapping[Path, Any], spec: ModelSpec) -> dict[str, Path]:
   """Checks the names, shapes and data types of all tensors, and that tensors which must be 0 are 0.
 
-  Returns the file that has each tensor of the model, keyed by the tensor's name.
+  Returns the path of the file that contains each tensor of the model, keyed by the tensor's name.
   """
   inventory, where = Inventory(spec, str(directory)), {}
   for path, file in files.items():
@@ -269,8 +270,8 @@ def save_params(
       for path in unfinished.values():
         path.unlink(missing_ok=True)
       raise
-    # The old index is deleted first. If writing is interrupted, old and new shards then cannot be
-    # loaded together as a model.
+    # Delete the old index first, so that old and new shards cannot be loaded together as a model if
+    # this process is interrupted.
     (directory / _INDEX).unlink(missing_ok=True)
     for name, path in unfinished.items():
       # Other users must be able to read the file, as they can read the other files.

@@ -142,12 +142,12 @@ def verified(directory: pathlib.Path) -> ExportedVersion:
   manifest = from_json(value, ExportedVersion, str(path))
   if manifest.schema != SCHEMA or directory.name != _name(manifest.version):
     raise UserError(
-      f'{path}: is of version {manifest.version} and schema {manifest.schema}, wanted that of '
-      f'{directory.name} and schema {SCHEMA}'
+      f'{path}: describes version {manifest.version} in schema {manifest.schema}, wanted '
+      f'{directory.name} in schema {SCHEMA}'
     )
   if (there := {file.name for file in directory.iterdir()} - {MANIFEST}) != manifest.files.keys():
     raise UserError(
-      f'{path}: lists {sorted(manifest.files)}, and the directory has {sorted(there)}'
+      f'{path}: lists {sorted(manifest.files)}, but the directory has {sorted(there)}'
     )
   for name, wanted in manifest.files.items():
     try:
@@ -157,8 +157,8 @@ def verified(directory: pathlib.Path) -> ExportedVersion:
       raise UserError(f'{directory / name}: cannot be read ({error})') from None
     if found != wanted:
       raise UserError(
-        f'{directory / name}: {found.size} bytes of digest {found.digest}, and {MANIFEST} lists '
-        f'{wanted.size} of {wanted.digest}'
+        f'{directory / name}: {found.size} bytes with digest {found.digest}, but {MANIFEST} lists '
+        f'{wanted.size} bytes with digest {wanted.digest}'
       )
   return manifest
 

@@ -362,7 +362,7 @@ def test_a_damaged_row_of_a_later_step_is_one_line_and_ends_the_threads(workdir)
   rows[ORDER[1][0]] = dataclasses.replace(rows[ORDER[1][0]], uid='grpo/other')
   damaged = dataclasses.replace(plan, rows=tuple(rows))
   before = threading.active_count()
-  with pytest.raises(RunError, match=r'holds grpo/9 \(3 tokens\), planned was grpo/other'):
+  with pytest.raises(RunError, match=r'holds grpo/9 \(3 tokens\), but the plan has grpo/other'):
     _ahead(RowLoader(workdir, mesh_of(1, 1, 1)), damaged, shape)
   _wait_until_threads_end(before)
 

@@ -161,5 +161,7 @@ def test_a_plan_that_shares_what_differs_is_refused(folder):
     for row in case.plan.rows
   )
   plan = dataclasses.replace(case.plan, rows=damaged)
-  with pytest.raises(RunError, match='s/38: does not begin like s/39, with which it shares 6 tok'):
+  with pytest.raises(
+    RunError, match='s/38: does not begin with the 6 tokens that it shares with s/39'
+  ):
     next(case.loader.steps(plan, case.shape))

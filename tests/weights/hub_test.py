@@ -175,5 +175,5 @@ def test_what_hinders_an_upload_is_one_line(hub, model, tmp_path, environment, m
 
 @pytest.mark.parametrize('name', ['no id', 'a/b/c', '-x/y', 'a/b..c'])
 def test_a_name_that_is_no_repository_is_refused_before_anything_is_read(name):
-  with pytest.raises(UserError, match=r'no id of a repository .*; wanted USER/NAME'):
+  with pytest.raises(UserError, match=r'not a repository id .*; wanted USER/NAME'):
     check_repository(name)

@@ -41,7 +41,7 @@ from jaxrl_llm.weights.tensor_files import FileLayout, Slice, TensorWriter, writ
 FILE = 'weights.safetensors'
 DELTA = 'delta.safetensors'
 MANIFEST = 'manifest.json'
-_ANOTHER = 'is this another model than at the start?'
+_ANOTHER = 'is this a model other than the one at the start?'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
