@@ -1,5 +1,5 @@
-"""Reads model directories onto a mesh. This is separate from `state`, which does not need the
-library for weight files.
+"""Reads model directories onto a mesh. These functions are not in `state`, so that `state` does not
+import the library for weight files.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ MAY_CHANGE = (
   *('peak_lr', 'schedule', 'warmup_steps', 'end_lr_fraction', 'b1', 'b2', 'eps', 'weight_decay'),
   *('max_grad_norm', 'skip_grad_norm', 'max_skipped_updates'),
 )
-"""Fields that may change between two updates, since moments and the position in the schedule keep
-their meaning.
+"""Fields that may change between two updates, because the moments and the position in the schedule
+remain valid.
 """
 _DECAYED = ('kernel', 'lora_a', 'lora_b')
 

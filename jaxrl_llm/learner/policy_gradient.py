@@ -1,4 +1,4 @@
-"""The policy-gradient family: one loss with exchangeable parts.
+"""The policy-gradient family: one loss with interchangeable parts.
 
 GRPO, Dr.GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE++ and PPO differ only in advantage
 estimation, the surrogate (the loss of each token), token aggregation, and whether there is a

@@ -354,7 +354,7 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
   if config.kl_target is not None and not (config.kl_target > 0 and config.kl_horizon > 0):
     raise UserError(
       f'{where}: kl_target {config.kl_target} and kl_horizon {config.kl_horizon}, wanted both '
-      'above 0; kl_horizon well above the samples of a batch'
+      'above 0, and kl_horizon well above the number of samples in a batch'
     )
   if config.adv_estimator == 'gae' and not isinstance(config, PpoConfig):
     raise UserError(f"{where}: adv_estimator 'gae' needs a critic; use algorithm ppo")
@@ -391,20 +391,20 @@ def check(config: PolicyGradientConfig, setting: Setting) -> None:
   if config.rollout_rs_low is not None and config.bypass_old_logprobs:
     raise UserError(
       f"{where}: with bypass_old_logprobs the proximal logprobs are the sampler's, so "
-      'rollout_rs_low and _high mask '
-      'nothing; set one of them'
+      'rollout_rs_low and rollout_rs_high would mask nothing; set either bypass_old_logprobs or '
+      'these bounds'
     )
 
 
 def check_shaping(config: ShapingOptions, setting: Setting, where: str) -> None:
-  """Raises UserError if the overlong buffer is longer than the longest response, if an option is
-  negative, or if lengths are rewarded or penalised although trajectories may have several
+  """Raises UserError if the overlong buffer is longer than the maximum response length, if an
+  option is negative, or if lengths are rewarded or penalised although trajectories may have several
   sequences.
   """
   if not 0 <= config.overlong_buffer_len <= setting.max_response_length:
     raise UserError(
-      f'{where}.overlong_buffer_len: {config.overlong_buffer_len} of '
-      f'max_response_length={setting.max_response_length} tokens; wanted fewer, or 0 for none'
+      f'{where}.overlong_buffer_len: {config.overlong_buffer_len}, wanted at most '
+      f'max_response_length={setting.max_response_length} tokens, or 0 for no penalty'
     )
   check_ranges(config, where, _SHAPING_RANGES)
   if setting.max_steps > 1 and (config.overlong_buffer_len or config.length_reward_weight):

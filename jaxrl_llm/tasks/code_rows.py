@@ -86,7 +86,7 @@ def _code_contests(fields: Mapping[str, Json]) -> dict[str, Json]:
   """Converts a row of CodeContests (Li et al., arXiv:2203.07814)."""
   for name in ('input_file', 'output_file'):
     if _optional_text(fields, name):
-      raise ValueError(f'{name} is {fields[name]!r:.80}, and programs have standard streams only')
+      raise ValueError(f'{name} is {fields[name]!r:.80}, but programs have only standard streams')
   cases = []
   for kind in ('public_tests', 'private_tests', 'generated_tests'):
     if fields.get(kind) is None:

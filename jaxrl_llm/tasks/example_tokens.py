@@ -35,7 +35,7 @@ from jaxrl_llm.tasks.rendering import Rendered
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 _ALL = ((0, None),)
-"""List with a single range that contains all tokens of a row."""
+"""A single range [start, end) that contains all tokens of a row."""
 _SEQUENCES = ('corrupt', 'too_long', 'truncated', 'without_loss', 'sequences')
 
 
@@ -146,7 +146,7 @@ def example_tokens(
     mask[start:end] = True
   mask[:1] = False  # Token 0 has no logprob.
   if not mask.any():
-    raise ValueError(f'its {len(tokens)} tokens have none for the loss')
+    raise ValueError(f'none of its {len(tokens)} tokens is in the loss')
   return ExampleTokens(tokens=np.array(tokens, np.int32), loss_mask=mask)
 
 
@@ -254,7 +254,7 @@ def _prefix(
   before: Sequence[int],
   tokens: Sequence[int],
   what: str,
-  remedy: str = 'use a chat template of which later messages change no earlier token',
+  remedy: str = 'use a chat template in which later messages do not change earlier tokens',
 ) -> int:
   """Returns the number of tokens before a part of a row, such as an answer.
 
@@ -273,8 +273,8 @@ def _prefix(
   wanted = tokenizer.token_text(before[same])
   actual = repr(tokenizer.token_text(tokens[same])) if same < len(tokens) else 'no token'
   raise ValueError(
-    f'the row does not begin with the tokens before {what}: token {same} is {actual}, and '
-    f'{wanted!r} where these are encoded alone; {remedy}'
+    f'the row does not begin with the tokens before {what}: token {same} is {actual}, but '
+    f'{wanted!r} if the text before {what} is encoded alone; {remedy}'
   )
 
 
@@ -285,7 +285,7 @@ def _check_answer(
   tokens: Sequence[int],
   answers: Sequence[tuple[int, int]],
 ) -> None:
-  """Raises ValueError if the answer has no token, or if a tool call of the message is missing in
+  """Raises ValueError if the answer has no token, or if a tool call of the message is missing from
   it.
 
   Args:

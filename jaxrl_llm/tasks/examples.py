@@ -61,13 +61,13 @@ class ExamplesConfig:
   """Name of the column with the conversations."""
   prompt: str | None = None
   """Template of a user message. If it is set, `completion`, the template of the answer, must be set
-  too, and every row becomes a conversation with these two messages, whatever its own form.
+  too, and every row becomes a conversation with these two messages, regardless of its own form.
   Templates are Python format strings over the row's fields (see `tasks.templates`).
   """
   completion: str | None = None
   """Template of the assistant's answer to `prompt`."""
   text: str | None = None
-  """Template of a text. If it is set, every row becomes a text, whatever its own form."""
+  """Template of a text. If it is set, every row becomes a text, regardless of its own form."""
   system: str | None = None
   """System message of all conversations. If None, conversations keep their own system messages."""
   chat_template: str | None = None
@@ -370,7 +370,7 @@ def _tools(value: Json) -> tuple[Json, ...] | None:
     try:
       value = parse_json(value) if value.strip() else None
     except ValueError as error:
-      raise ValueError(f'tools is no JSON: {error}') from None
+      raise ValueError(f'tools is not JSON: {error}') from None
   if not value and (value is None or isinstance(value, list)):
     return None
   if not isinstance(value, list) or any(called_name(tool) is None for tool in value):

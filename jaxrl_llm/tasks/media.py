@@ -47,7 +47,8 @@ def media_bytes(reference: str, root: pathlib.Path | None) -> bytes:
       raise ValueError(f'bytes are not base64: {error}') from None
   if root is None:
     raise ValueError(
-      f'path {reference!r}, but the source is no file that it could be relative to; wanted bytes'
+      f'path {reference!r}, but the source has no directory to which it could be relative; wanted '
+      'bytes'
     )
   path = path_inside(root, reference)
   try:
@@ -103,6 +104,7 @@ def _one(item: Json, root: pathlib.Path | None, *, kind: str | None) -> Media:
   digest = xxhash.xxh3_128_hexdigest(content)
   if item.get('digest') not in (None, digest):
     raise ValueError(
-      f'{where}: digest is {digest}, the row says {item["digest"]}; another file, or a changed one'
+      f'{where}: digest is {digest}, the row says {item["digest"]}; the file is another one or has '
+      'changed'
     )
   return Media(kind=kind, digest=digest, reference=reference)

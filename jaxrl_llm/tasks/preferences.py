@@ -318,7 +318,7 @@ def _pair_of(fields: Mapping[str, Json], config: PreferencesConfig) -> Pair:
   )
   group = task.digest if config.group is None else templates.render(config.group, fields)
   if not group.strip():
-    raise ValueError(f'its group by template {config.group!r} is empty')
+    raise ValueError(f'the template {config.group!r} gives it an empty group')
   return _pair(config.name, task, chosen, rejected, group=group, origin=Source(config.origin))
 
 
@@ -353,9 +353,8 @@ def _prompt(
     messages = [*system, {'role': 'user', 'content': templates.render(config.prompt, fields)}]
   elif before and isinstance(row_prompt, list):
     raise ValueError(
-      "prompt has messages, so chosen and rejected must hold one message of 'assistant' each, "
-      'there are also '
-      f'{roles(before)}'
+      "prompt has messages, so chosen and rejected must each hold a single message of 'assistant', "
+      f'but before it they have {roles(before)}'
     )
   else:
     messages = before or _as_messages('prompt', _own(fields, 'prompt'), role='user')

@@ -109,8 +109,8 @@ def dedup(config: DedupConfig, context: ProcessorContext) -> Processor:
 
 
 _MARK = re.compile(r'(?<!\d)[.,;:?]|[.,;:?](?!\d)|["`“”„«»…¿¡]')
-"""Matches sentence punctuation, but not the points and colons in numbers (1.5, 12:30), and not
-signs that occur in formulas (5!, y', 2-1, brackets).
+"""Matches sentence punctuation, but neither the periods and colons in numbers (1.5, 12:30) nor
+characters that occur in formulas (5!, y', 2-1, brackets).
 """
 
 
@@ -249,5 +249,5 @@ def process(
       counts[key] = counts.get(key, 0) + count
     logging.info('taskset %s, %s', taskset.name, passed)
     if not tasks:
-      raise UserError(f'taskset {taskset.name}: no task is left by its processors: {passed}')
+      raise UserError(f'taskset {taskset.name}: its processors leave no task: {passed}')
   return dataclasses.replace(taskset, tasks=tasks, counts={**counts, 'kept': len(tasks)})

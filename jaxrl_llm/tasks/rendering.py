@@ -44,7 +44,7 @@ class RenderingLimits:
   """Wall-clock limit in seconds for the process to start and import its libraries."""
   wall_s: float = 60.0
   """Maximum wall-clock time in seconds until a reply. If there is no reply, the process is stopped,
-  whatever CPU time it has used.
+  regardless of the CPU time that it has used.
   """
 
 
@@ -145,7 +145,7 @@ class TemplateProcess:
       self._stop()
       raise RenderError(
         f'the process that renders it did not start within {self._limits.start_s:g} s '
-        f'({type(error).__name__}); start again when this machine has memory and time'
+        f'({type(error).__name__}); try again when this machine has enough free memory and CPU time'
       ) from None
 
   def _ask(self, order: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
@@ -166,6 +166,6 @@ class TemplateProcess:
 def _end(process: subprocess.Popen, ours: socket.socket, file: BinaryIO) -> None:
   process.kill()
   process.wait()
-  with contextlib.suppress(OSError):  # Closing flushes data that could not be sent, and fails.
+  with contextlib.suppress(OSError):  # Closing tries to send buffered data, which fails.
     file.close()
   ours.close()

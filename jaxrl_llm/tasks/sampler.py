@@ -42,8 +42,9 @@ class SamplerConfig:
   is to `target`, the larger its weight.
   """
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  """Relative share of each taskset in the draws. Tasksets take turns by their shares, not at
-  random, and each taskset has its own order. If empty, the tasks of all tasksets form one pool.
+  """Relative share of each taskset in the draws. Tasksets take turns in proportion to their shares,
+  not at random, and each taskset has its own order. If empty, the tasks of all tasksets form one
+  pool.
   """
   schedule: tuple[LaterWeights, ...] = ()
   """Weights that replace `weights` in later batches, ordered by their first batch."""

@@ -1,5 +1,5 @@
-"""Selectors: draw the next task, in passes over all tasks or weighted by the results of past
-attempts.
+"""Selectors draw the next task, either in passes over all tasks or with weights that depend on the
+results of past attempts.
 
 The drawn task depends only on the selector's seed, its past draws and the feedback that it got. The
 state is JSON.

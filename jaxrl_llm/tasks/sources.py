@@ -38,8 +38,7 @@ T = TypeVar('T')
 SOURCES: Mapping[str, str] = {
   'reasoning_gym:<dataset>': 'procedural tasks by name, with their verifiers',
   '<path>.jsonl': (
-    "one row a line: {prompt, answer}, {question, answer}, or the field's {data_source, prompt, "
-    '...}'
+    "one row per line: {prompt, answer}, {question, answer}, or verl's {data_source, prompt, ...}"
   ),
   '<path>.parquet': 'the same rows',
   'datasets:<directory or hub id>[#split]': 'a Hugging Face dataset with such rows',
@@ -47,7 +46,7 @@ SOURCES: Mapping[str, str] = {
 """Description of each form of source name, keyed by form."""
 
 FORMS = (
-  "'reasoning_gym:<dataset>', a path ending .jsonl or .parquet, 'datasets:<directory or hub "
+  "'reasoning_gym:<dataset>', a path ending in .jsonl or .parquet, 'datasets:<directory or hub "
   "id>[#split]'"
 )
 MEDIA = ('media', 'images')
@@ -77,7 +76,8 @@ class Corrupt:
   """Reason why the item is not a valid row, in one line."""
 
   def __post_init__(self):
-    object.__setattr__(self, 'reason', one_line(self.reason))  # It may quote the row's contents.
+    # The reason may quote the row's contents, which may have several lines.
+    object.__setattr__(self, 'reason', one_line(self.reason))
 
 
 def read_rows(
@@ -341,7 +341,7 @@ def _dataset_rows(target: str, options: Mapping[str, Any]) -> Iterator[SourceRow
       loaded = _load_saved(name, split, options)
     elif (pathlib.Path(name) / 'state.json').is_file():
       if split:
-        raise ValueError(f'it was saved without splits, so {split!r} names nothing')
+        raise ValueError(f'it was saved without splits, so it has no split {split!r}')
       loaded = _load_saved(name, '', options)
     else:
       _check_json(datasets.load_dataset_builder(name, **options))

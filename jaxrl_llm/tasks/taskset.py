@@ -155,7 +155,7 @@ class DemonstrationsConfig:
     if not self.templates or len(self.weights) != len(self.templates):
       raise UserError(
         f'demonstrations: {len(self.templates)} templates and {len(self.weights)} weights; wanted '
-        'as many'
+        'one weight per template'
       )
     if min(self.weights) < 0 or not 0 < sum(self.weights) < float('inf'):
       raise UserError(
@@ -190,7 +190,7 @@ def taskset_loader(configs: Iterable[TasksetConfig]) -> Callable[[str], Taskset]
 
 
 def _reading(config: TasksetConfig) -> str:
-  """Returns a text that is equal for tasksets that read the same rows."""
+  """Returns a key that is equal for tasksets that read the same rows."""
   return json.dumps([config.source, dict(config.options), config.size, config.seed], default=repr)
 
 
@@ -329,7 +329,7 @@ def _task(fields: Mapping[str, Json], config: TasksetConfig) -> Task:
     fields=fields,
     media=read_media(fields, sources.directory(config.source)),
   )
-  # A template may yield text that UTF-8 cannot encode. It raises an error here.
+  # Raises an error if a template has yielded text that UTF-8 cannot encode.
   f'{task.digest}{task.truth}'.encode()
   return task
 

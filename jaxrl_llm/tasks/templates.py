@@ -47,7 +47,7 @@ def render(template: str, fields: Mapping[str, Json]) -> str:
   except KeyError as error:
     name = str(error.args[0])
     near = difflib.get_close_matches(name, values, n=1)
-    hint = f'did you mean {near[0]!r}?' if near else f'there are {", ".join(sorted(values))}'
+    hint = f'did you mean {near[0]!r}?' if near else f'available: {", ".join(sorted(values))}'
     raise ValueError(f'template {template!r} names {name!r}, which the row lacks; {hint}') from None
   except (ArithmeticError, AttributeError, IndexError, MemoryError, TypeError, ValueError) as error:
     raise ValueError(f'template {template!r}: {error}') from None

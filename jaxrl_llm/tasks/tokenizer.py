@@ -21,8 +21,8 @@ import tokenizers
 from absl import logging
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-# Silences the advice that transformers prints at import if PyTorch is missing, which is not needed
-# here.
+# PyTorch is not needed here, so silence the advice that transformers prints at import if PyTorch is
+# missing.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 from transformers import PreTrainedTokenizerFast
@@ -87,7 +87,7 @@ class TokenizerConfig:
 
 
 class Tokenizer:
-  """Tokenizer that cannot be changed, loaded from the directory of a `PreTrainedTokenizerFast`."""
+  """Immutable tokenizer, loaded from the directory of a `PreTrainedTokenizerFast`."""
 
   def __init__(
     self,
@@ -129,7 +129,7 @@ class Tokenizer:
     try:
       with _panics_raised():
         fast = PreTrainedTokenizerFast.from_pretrained(str(path))
-    except Exception as error:  # The tokenizers library raises Exception itself.
+    except Exception as error:  # The tokenizers library raises plain Exception.
       raise UserError(
         f'tokenizer {path}: cannot be read: {one_line(error)}; fetch it again'
       ) from error
@@ -142,8 +142,8 @@ class Tokenizer:
       raise UserError(f'tokenizer {path}: has no chat template; add a chat_template.jinja')
     if not _has_template(fast):
       raise UserError(
-        f'tokenizer {path}: its chat template is no text, or none of several is the default; '
-        'correct it'
+        f'tokenizer {path}: its chat template is not a text, or it has several and none of them is '
+        'the default; correct it'
       )
     return cls(fast, files=files, stop_ids=_generation_stops(path, fast), name=str(path))
 

@@ -149,7 +149,7 @@ REFUSED = (
     'messages[1] has tool call {"function": "add"}, wanted',
   ),
   ({'messages': [USER, {**ANSWER, 'tool_calls': CALL}]}, 'wanted a list of tool calls'),
-  ({'messages': [USER, ANSWER], 'tools': '{'}, 'tools is no JSON'),
+  ({'messages': [USER, ANSWER], 'tools': '{'}, 'tools is not JSON'),
   ({'messages': [USER, ANSWER], 'tools': {'name': 'add'}}, 'wanted a list of {type: "function"'),
   (
     {'messages': [USER, ANSWER], 'chat_template_kwargs': {'messages': []}},

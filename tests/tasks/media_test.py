@@ -216,5 +216,5 @@ def test_verls_rows_have_images(tmp_path):
 
 
 def test_a_source_without_a_directory_has_only_bytes(tmp_path):
-  with pytest.raises(ValueError, match='the source is no file that it could be relative to'):
+  with pytest.raises(ValueError, match='the source has no directory to which it could be'):
     read_media({'media': [image()]}, None)

@@ -116,7 +116,7 @@ CORRUPT = [
   ({**TEXT, 'prompt': ' '}, 'prompt is empty'),
   ({**TEXT, 'chosen': '\ud800'}, 'surrogate'),
   ({**TEXT, 'unused': '\ud800'}, 'surrogate'),
-  (f'{{"prompt": {"[" * 9_999}{"]" * 9_999}}}', 'nested in more than 100 levels'),
+  (f'{{"prompt": {"[" * 9_999}{"]" * 9_999}}}', 'nested more than 100 levels'),
   ({'reasoning_gym': 'x'}, "'reasoning_gym' without an entry"),
   ({**CHAT, 'prompt': [user('q'), assistant('a')]}, "prompt must end with.*'user', 'assistant'"),
   ({**CHAT, 'chosen': []}, r'chosen must end with .*\[\]'),
@@ -270,7 +270,7 @@ def test_a_prompt_in_two_groups_is_refused_where_there_is_a_split(tmp_path):
     ):
       load(path, group='{id}', **split)
   assert [pair.group for pair in load(path, group='{id}').pairs] == ['x', 'y']
-  with pytest.raises(UserError, match=r'group by template .* is empty'):
+  with pytest.raises(UserError, match=r'the template .* gives it an empty group'):
     load(path, group=' ')
 
 

@@ -129,7 +129,7 @@ def test_rates_and_guesses():
     (
       'length',
       {'min_tokens': 99},
-      'no task is left by its processors: length: 1 in, 0 out, too_short 1',
+      'its processors leave no task: length: 1 in, 0 out, too_short 1',
     ),
   ],
 )

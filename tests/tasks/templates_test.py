@@ -39,7 +39,7 @@ def test_pythons_own_formats_still_work():
   'template, message',
   [
     ('{wrd}', "names 'wrd'.*did you mean 'word'"),
-    ('{zzz}', 'there are answer, metadata, question, word'),
+    ('{zzz}', 'available: answer, metadata, question, word'),
     ('{}', 'template'),
     ('{word:csv}', 'joins a list'),
     ('{answer:after ####}', "no '####' in 'a'"),
