@@ -160,7 +160,7 @@ class _SetUp(NamedTuple):
   """Results of process 0's set-up, before any work on the devices."""
 
   config: Config
-  """The configuration with every open scorer option filled in."""
+  """The configuration after `settle` has chosen values for scorer options that were left open."""
   prepared: Prepared
   registry: Registry | None
   changed: tuple[Change, ...]

@@ -70,8 +70,8 @@ class PolicyConfig:
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of the parameters; adapters are always float32."""
   scan_layers: bool = False
-  """Whether one compiled layer is scanned over all layers. This compiles faster, but runs 10 to 15
-  % slower on a CPU.
+  """Whether all layers are computed by a scan of one compiled layer. This compiles faster, but runs
+  10 to 15 % slower on a CPU.
   """
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
   """Activations of each layer that are kept for the backward pass (see `ModelOptions.remat`). On a
@@ -216,9 +216,9 @@ class StageConfig:
   init_from: tuple[str, ...] = ()
   """Initial weights of the stage: the name of an earlier stage, for the weights at its end;
   'best:STAGE', for those with which an evaluation of that stage measured the highest greedy
-  accuracy on the first suite (the earliest of several); or 'base', for the weights with which the
-  run began. If there are several names, the mean of these weights is used. If empty, the stage
-  continues with the weights of the previous stage.
+  accuracy on the first suite (the earliest of these evaluations, if there are several); or 'base',
+  for the weights with which the run began. If there are several names, the mean of these weights is
+  used. If empty, the stage continues with the weights of the previous stage.
   """
   keep_optimizer: bool = False
   """Whether the stage continues with the previous stage's optimizer state instead of a new one."""
@@ -463,7 +463,7 @@ class Config:
       raise UserError('stages: empty, wanted at least one')
     if self.rollout.vllm.lora == 'adapter' and self.policy.lora is None:
       raise UserError(
-        "rollout.vllm.lora: 'adapter', and the policy has no adapters; set policy.lora, or remove "
+        "rollout.vllm.lora: 'adapter', but the policy has no adapters; set policy.lora, or remove "
         'it'
       )
     if self.rollout.partial is not None:
@@ -517,14 +517,14 @@ class Config:
     for stage in self.stages:
       if kv == 'keep' and isinstance(stage.source, Rollouts) and not stage.source.bound:
         raise UserError(
-          f"{where}: 'keep', and stages.{stage.name}.source.bound is 0, at which each token is "
-          "sampled from the newest weights alone; wanted a bound above 0, or 'recompute'"
+          f"{where}: 'keep', but stages.{stage.name}.source.bound is 0, so each token is sampled "
+          "from the newest weights; wanted a bound above 0, or 'recompute'"
         )
     longest = max(rollout.embedded.prefill_buckets, default=rollout.max_length)
     if (rollout.engine, kv) == ('embedded', 'recompute') and longest < rollout.max_length - 2:
       raise UserError(
-        f"{where}: 'recompute', and rollout.embedded.prefill_buckets are up to {longest}; wanted "
-        f'one of at least {rollout.max_length - 2}, or none for the default'
+        f"{where}: 'recompute', but the largest of rollout.embedded.prefill_buckets is {longest}; "
+        f'wanted one of at least {rollout.max_length - 2}, or none for the default'
       )
 
   def _check_phases(self, phases: PhasesConfig) -> None:
@@ -546,18 +546,18 @@ class Config:
       return
     if phases.engine == 'destroy' and vllm.attached:
       raise UserError(
-        "phases.engine: 'destroy', and the run cannot stop and start the servers of "
+        "phases.engine: 'destroy', but the run cannot stop and start the servers of "
         f"rollout.vllm.{'discover' if vllm.addresses == () else 'addresses'}; wanted 'sleep', "
         "'resident', or servers of its own"
       )
     if vllm.discover is not None:
       raise UserError(
-        "phases.engine: 'sleep', and with rollout.vllm.discover servers join and leave while "
+        "phases.engine: 'sleep', but with rollout.vllm.discover servers join and leave while "
         "others sleep; wanted 'resident', or rollout.vllm.addresses"
       )
     if phases.engine == 'sleep' and not vllm.attached and not vllm.args.get('enable_sleep_mode'):
       raise UserError(
-        "phases.engine: 'sleep', and the servers start without it; set "
+        "phases.engine: 'sleep', but the servers start without sleep mode; set "
         "rollout.vllm.args.enable_sleep_mode=True (GPUs only), or phases.engine='destroy'"
       )
 
@@ -577,7 +577,7 @@ class Config:
     for what, is_so in needs.items():
       if is_so:
         raise UserError(
-          f'{what}, and the run has no registry; set --config.registry={{}}, or give addresses '
+          f'{what}, but the run has no registry; set --config.registry={{}}, or give addresses '
           'and tokens'
         )
 
@@ -599,7 +599,7 @@ class Config:
         self._check_own_rollouts(stage, self.stages[:i])
       if len(stage.init_from) > 1 and self.policy.lora is not None:
         raise UserError(
-          f'{where}: {list(stage.init_from)}, and adapters have no mean that is an adapter, too; '
+          f'{where}: {list(stage.init_from)}, but the mean of adapters is not an adapter; '
           'name one, or remove policy.lora'
         )
 
@@ -612,12 +612,12 @@ class Config:
       raise UserError(f"{where}: {name!r}, wanted 'best:' before one of {[*stages]}")
     if not self.evaluation:
       raise UserError(
-        f'{where}: {name!r}, and the run evaluates nothing; add a suite to evaluation, or name '
-        f'{stage.name!r} for its end'
+        f'{where}: {name!r}, but the run evaluates nothing; add a suite to evaluation, or name '
+        f'{stage.name!r} for the weights at its end'
       )
     if stage.evaluate_every is None:
       raise UserError(
-        f'{where}: {name!r}, and {stage.name} is evaluated only at its end; set '
+        f'{where}: {name!r}, but {stage.name} is evaluated only at its end; set '
         f'stages.{stage.name}.evaluate_every, or name {stage.name!r}'
       )
 
@@ -663,7 +663,7 @@ class Config:
         )
     if self.rollout.max_steps > 1:
       raise UserError(
-        f'{where}: Stored learns from trajectories of one step, and rollout.max_steps is '
+        f'{where}: Stored learns from trajectories of one step, but rollout.max_steps is '
         f'{self.rollout.max_steps}; use Recorded, or max_steps 1'
       )
 
@@ -713,7 +713,7 @@ class Config:
     for stage in stages:
       if stage.source.bound:
         raise UserError(
-          f'reward_model: stages.{stage.name}.source.bound is {stage.source.bound}, and the '
+          f'reward_model: stages.{stage.name}.source.bound is {stage.source.bound}, but the '
           'trainer scores a batch when all of its rollouts are complete; set bound to 0, or serve '
           'the reward model (jaxrl serve --role=reward, scorer kind http)'
         )

@@ -62,7 +62,7 @@ class PastConfig:
 
   groups: int
   """Maximum number of replayed groups per batch, in addition to the `groups_per_batch` new ones.
-  The first batches contain fewer replayed groups, because few groups exist.
+  The first batches contain fewer replayed groups, because there are few earlier groups yet.
   """
   max_uses: int
   """Maximum number of batches that train on the same group, including the first one."""
@@ -153,8 +153,8 @@ class Rollouts:
   groups are passed over and join a later batch. Groups are started for fewer batches ahead, half of
   `bound` (rounded up), so that no group becomes older than `bound` permits. Early batches contain
   more short answers, and long answers are older when they are trained on. `bound` must be at least
-  2. With `bound` 0, training is on-policy, and timing may not decide which groups form a batch.
-  With `bound` 1, no group could be passed over.
+  2: with 0, training is on-policy, and timing must not decide which groups form a batch; with 1, no
+  group could be passed over.
   """
   publish_every: int = 1
   """Number of updates between two publications of the weights to the engine."""
@@ -223,16 +223,16 @@ class Rollouts:
       self._check_follow(where, self.follow)
     if self.rollout_only and (self.past is not None or self.experts is not None):
       raise UserError(
-        f'{where}rollout_only: trains on nothing, so that earlier groups and experts are of no '
-        'use; remove it, or those'
+        f'{where}rollout_only: the stage trains on nothing, so past and experts have no effect; '
+        'remove rollout_only, or past and experts'
       )
     if self.past is not None:
       most = self.groups_per_batch * (self.past.max_uses - 1)
       if self.past.groups > most:
         raise UserError(
-          f'{where}past.groups: {self.past.groups}, and {self.groups_per_batch} new groups a '
-          f'batch, each used at most {self.past.max_uses - 1} times more, leave {most}; lower it, '
-          'or raise max_uses'
+          f'{where}past.groups: {self.past.groups}, but {self.groups_per_batch} new groups per '
+          f'batch, each used at most {self.past.max_uses - 1} more times, provide only {most}; '
+          'lower it, or raise max_uses'
         )
     if self.batch_policy != 'in_order' and self.bound < 2:
       why = 'no clock may decide what a batch contains'

@@ -1,4 +1,4 @@
-"""Training from Python: takes a configuration, returns metrics and paths.
+"""Trains from Python: takes a configuration, and returns metrics and paths.
 
 if __name__ == '__main__':  # Scorer processes import the script too, and need no JAX.
   from jaxrl_llm.api import load_config, train
@@ -97,7 +97,7 @@ def train(
   """
   if multiprocessing.parent_process() is not None:
     raise UserError(
-      "train: called while a scorer's process imports this file; wanted under if __name__ == "
+      "train: called while a scorer's process imports this file; put the call under if __name__ == "
       "'__main__':"
     )
   if not jax.distributed.is_initialized() and (job := this_job()) is not None:

@@ -311,7 +311,7 @@ def test_adapters_reach_servers_as_files(config):
 @pytest.mark.parametrize('engine', ['embedded', 'vllm'])
 def test_keys_and_values_are_kept_only_where_answers_are_in_flight(config, engine):
   keep = {'rollout.engine': engine, f'rollout.{engine}.kv': 'keep'}
-  words = rf"rollout\.{engine}\.kv: 'keep', and stages\.grpo\.source\.bound is 0"
+  words = rf"rollout\.{engine}\.kv: 'keep', but stages\.grpo\.source\.bound is 0"
   with pytest.raises(UserError, match=words):
     apply_overrides(config, keep)
   partial = {'rollout.partial.budget': '4', 'rollout.embedded.prefill_buckets': '[]'}
@@ -323,7 +323,7 @@ def test_keys_and_values_are_kept_only_where_answers_are_in_flight(config, engin
 
 def test_answers_are_computed_again_only_in_a_bucket_that_holds_them(config):
   again = {'rollout.embedded.kv': 'recompute', 'rollout.max_response_length': '64'}
-  with pytest.raises(UserError, match=r"embedded\.kv: 'recompute', and .*; wanted one of at least"):
+  with pytest.raises(UserError, match=r"embedded\.kv: 'recompute', but .*; wanted one of at least"):
     apply_overrides(config, {**again, 'rollout.embedded.prefill_buckets': '[16]'})
   apply_overrides(config, {**again, 'rollout.embedded.prefill_buckets': '[]'})
 
@@ -356,12 +356,12 @@ def pipeline(config, last, *, max_steps=1, **fields):
     (
       {'init_from': ('best:grpo',)},
       {'evaluation': ()},
-      "stages.last.init_from: 'best:grpo', and the run evaluates nothing",
+      "stages.last.init_from: 'best:grpo', but the run evaluates nothing",
     ),
     (
       {'init_from': ('best:sft',)},
       {},
-      "stages.last.init_from: 'best:sft', and sft is evaluated only at its end; set "
+      "stages.last.init_from: 'best:sft', but sft is evaluated only at its end; set "
       "stages.sft.evaluate_every, or name 'sft'",
     ),
     (
@@ -404,7 +404,7 @@ def test_a_stage_that_needs_what_does_not_exist_is_one_line(config, last, fields
 
 def test_the_mean_of_adapters_is_refused(config):
   adapters = dataclasses.replace(config.policy, lora=LoraConfig())
-  with pytest.raises(UserError, match='no mean that is an adapter'):
+  with pytest.raises(UserError, match='the mean of adapters is not an adapter'):
     pipeline(config, {'init_from': ('sft', 'grpo')}, policy=adapters)
   pipeline(config, {'init_from': ('sft',)}, policy=adapters)
 

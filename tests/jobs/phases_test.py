@@ -111,11 +111,11 @@ def test_the_ledger_adds_up_and_is_as_predicted(run):
         '--config.rollout.engine=vllm',
         '--config.rollout.vllm.addresses=["http://127.0.0.1:1"]',
       ],
-      "phases.engine: 'destroy', and the run cannot stop and start",
+      "phases.engine: 'destroy', but the run cannot stop and start",
     ),
     (
       ['--config.phases={"engine":"sleep"}', '--config.rollout.engine=vllm'],
-      "phases.engine: 'sleep', and the servers start without it",
+      "phases.engine: 'sleep', but the servers start without sleep mode",
     ),
     (
       [
@@ -124,7 +124,7 @@ def test_the_ledger_adds_up_and_is_as_predicted(run):
         '--config.rollout.vllm.discover=1',
         '--config.registry={}',
       ],
-      "phases.engine: 'sleep', and with rollout.vllm.discover servers join and leave",
+      "phases.engine: 'sleep', but with rollout.vllm.discover servers join and leave",
     ),
   ],
 )

@@ -190,7 +190,7 @@ def configured(*flags, init_from='somewhere'):
     ),
     (
       ['--config.stages.1.source.bound=1'],
-      'reward_model: stages.grpo.source.bound is 1, and the trainer scores a batch when all of',
+      'reward_model: stages.grpo.source.bound is 1, but the trainer scores a batch when all of',
     ),
     ([*job.PARTIAL], 'reward_model: rollout.partial is set'),
     (

@@ -158,7 +158,8 @@ def test_more_draws_than_there_can_be_are_refused_with_the_arithmetic():
   with pytest.raises(
     UserError,
     match=(
-      r'stages\.rl\.source\.past\.groups: 13, and 4 new groups a batch, .* 3 times more, leave 12'
+      r'stages\.rl\.source\.past\.groups: 13, but 4 new groups per batch, .* 3 more times, provide '
+      r'only 12'
     ),
   ):
     source(PastConfig(groups=13, max_uses=4))

@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.vllm.server import options
 KEY = 'key'
 """Name of the file in the registry that contains the job's key."""
 _CODE = 'code'
-"""Name of the scorer implementation whose programs sandbox hosts can run."""
+"""Kind of the scorers whose programs can run on sandbox hosts."""
 _REGISTRY = 'registry'
 _ANYWHERE = '0.0.0.0'
 _PUBLISHED = 'published'
@@ -70,7 +70,8 @@ class Layout:
   sandboxes: int = 0
   """Number of sandbox hosts for scorers of kind `code`. Each runs on a separate node."""
   restarts: int = 3
-  """How many times the cluster system restarts the job after a failure or preemption."""
+  """Maximum number of times that the cluster system restarts the job after a failure or preemption.
+  """
   grace_s: int = 30
   """Seconds between SIGTERM and SIGKILL when a process is stopped."""
   time_limit_s: int | None = None
@@ -84,8 +85,8 @@ class Layout:
   tls_key: str | None = None
   """Path of a PEM file with the private key of the certificate in `tls_cert`."""
   ca_file: str | None = None
-  """PEM file with the certificate authority against which the trainer and the explorers verify
-  certificates. If unset, the authorities that the operating system trusts are used.
+  """PEM file of CA certificates with which the trainer and the explorers verify the services. If
+  unset, the CA certificates of the operating system are used.
   """
 
   def __post_init__(self):

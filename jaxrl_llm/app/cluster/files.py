@@ -63,5 +63,5 @@ def check_private(path: pathlib.Path) -> None:
   if status.st_mode & 0o077:
     raise UserError(
       f'{path}: other users can read or write it (mode {stat.S_IMODE(status.st_mode):03o}); wanted '
-      '600: remove it, a new key is made'
+      '600: remove it, and a new key will be made'
     )

@@ -93,7 +93,7 @@ class Job:
   the files with mode 0600 before the processes start.
   """
   restarts: int = 3
-  """How many times the system restarts the job after a failure or preemption."""
+  """Maximum number of times that the system restarts the job after a failure or preemption."""
   grace_s: int = 30
   """Seconds between SIGTERM and SIGKILL when a process is stopped."""
   time_limit_s: int | None = None

@@ -227,7 +227,7 @@ def _check_group(job: Job, group: ProcessGroup, options: JobsetOptions) -> None:
 def _check_tpu(where: str, group: ProcessGroup) -> None:
   tpu, topology, slices = group.resources.tpu, group.resources.topology, _slices(group)
   if not _LABEL.fullmatch(tpu):
-    raise UserError(f'{where}: tpu {tpu!r}: wanted a type of TPU nodes: tpu-v5-lite-podslice')
+    raise UserError(f'{where}: tpu {tpu!r}: wanted a TPU node type such as tpu-v5-lite-podslice')
   if not _TOPOLOGY.fullmatch(topology or ''):
     raise UserError(f'{where}: topology {topology!r}: wanted that of one slice, such as 4x4')
   if group.processes_per_node > 1:
@@ -249,7 +249,7 @@ def _check_tpu(where: str, group: ProcessGroup) -> None:
     )
   if _is_trainer(group) and group.nodes == slices > 1:
     raise UserError(
-      f'{where}: {slices} slices of one node each; GKE joins slices of several nodes alone'
+      f'{where}: {slices} slices of one node each; GKE connects only slices of several nodes'
     )
 
 
@@ -497,7 +497,8 @@ def _kubectl(
   """
   if shutil.which('kubectl') is None:
     raise UserError(
-      'kubectl: no such program in PATH; install it, or submit the printed text where it is'
+      'kubectl: no such program in PATH; install it, or submit the printed text on a machine that '
+      'has it'
     )
   namespace = [f'--namespace={options.namespace}'] if options.namespace else []
   limit_s = _LOGS_S if shown else _SECONDS

@@ -86,7 +86,7 @@ def submit(text: str, job: Job, options: LocalOptions) -> str:
   folder = pathlib.Path(job.workdir, LAUNCHES)
   if (process := _process(folder)) is not None:
     raise UserError(
-      f'{job.workdir}: its job runs already (process {process.pid}); end it with --cancel='
+      f'{job.workdir}: its job is already running (process {process.pid}); end it with --cancel='
       f'{job.workdir}'
     )
   write_files(job, script=(_SCRIPT, text))
@@ -148,7 +148,7 @@ def cancel(job_id: str, options: LocalOptions) -> None:
   """Sends SIGTERM to a job's supervisor, which then stops the job's processes."""
   process = _process(_folder(job_id))
   if process is None:
-    raise UserError(f'{job_id}: its job does not run')
+    raise UserError(f'{job_id}: its job is not running')
   # The process group consists of the script and the supervisor. Each process of the job is in a
   # separate session, and the supervisor stops it.
   os.killpg(process.pid, signal.SIGTERM)

@@ -251,7 +251,7 @@ def _script(job: Job, options: SlurmOptions, array: Sequence[str]) -> str:
   launches = f'{job.workdir}/{LAUNCHES}'
   if _UNQUOTABLE.search(launches):
     raise UserError(
-      f'job {job.name}: workdir {job.workdir}: has a " or \\, which sbatch cannot take'
+      f'job {job.name}: workdir {job.workdir}: has a " or \\, which sbatch does not accept'
     )
   output = launches.replace('%', '%%')
   directives = [
@@ -451,7 +451,7 @@ def cancel(job_id: str, options: SlurmOptions) -> None:
 
 def _check_id(job_id: str) -> None:
   if not _ID.fullmatch(job_id):
-    raise UserError(f'{job_id}: no id of a Slurm job; wanted a number, as --submit prints it')
+    raise UserError(f'{job_id}: not the id of a Slurm job; wanted a number, as --submit prints it')
 
 
 def check_installed() -> None:
@@ -480,7 +480,7 @@ def _call(command: Sequence[str], stdin: str = '') -> str:
     )
   except subprocess.TimeoutExpired:
     raise UserError(
-      f'{command[0]}: no answer within {_DEADLINE_S:g} s; look whether slurmctld runs '
+      f'{command[0]}: no answer within {_DEADLINE_S:g} s; check that slurmctld is running '
       '(scontrol ping)'
     ) from None
   if done.returncode:

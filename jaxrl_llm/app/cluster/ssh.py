@@ -45,7 +45,7 @@ _STATE = {
   'host': re.compile('[A-Za-z0-9._-]+'),
   'fifo': re.compile(r'/tmp/jaxrl\.[A-Za-z0-9]{1,32}/news'),
 }
-"""Patterns of the values of those fields of `state.json` that are texts, keyed by field.
+"""Patterns that the text fields of `state.json` must match, keyed by field.
 
 The file's other fields are the numbers `restarts`, `at` and `code`; `code` may be null.
 """
@@ -80,7 +80,7 @@ class SshOptions:
   def __post_init__(self):
     for host in self.every_host:
       if not _HOST.fullmatch(host):
-        raise UserError(f'--hosts: {host!r} is no host; wanted HOST or USER@HOST')
+        raise UserError(f'--hosts: {host!r} is not a host; wanted HOST or USER@HOST')
     if self.coordinator is not None and not _HOST.fullmatch(self.coordinator):
       raise UserError(f'--coordinator={self.coordinator}: wanted the name of a host')
     if not 1024 <= self.port <= 65535:
@@ -383,7 +383,7 @@ def status(workdir: str, options: SshOptions) -> str:
   if state['state'] == 'ended':
     line = f'ENDED with exit code {state["code"]} {where}; {restarts}'
   elif state['host'] != _this_host():
-    line = f'{state["state"].upper()} {where}, if its launcher lives: ask there; {restarts}'
+    line = f'{state["state"].upper()} {where}, if its launcher is alive: ask there; {restarts}'
   elif _fifo(state) is None:
     line = f'LOST: its launcher was killed; it was {state["state"]} {where}; {restarts}'
   else:

@@ -1,13 +1,15 @@
 # Starts the processes of the job above over ssh, and supervises them until all have ended.
 #
-# The job ends as a whole: when a process ends badly, the others get SIGTERM, and SIGKILL $grace
-# seconds later. Exit codes: 0, or that of the culprit (128 + the number for a signal, 255 if its
-# connection was lost); 2 if a host cannot be used. After 75, 255 or a signal the job starts again,
-# $restarts times at most. SIGINT, SIGTERM and SIGHUP go to all processes, which then have $grace
-# seconds to commit; a second one kills. When this shell or a connection is gone, the processes end.
+# The job ends as a whole: if a process fails, the other processes get SIGTERM, and SIGKILL $grace
+# seconds later. The exit code is 0 if no process failed, 2 if a host cannot be used, and otherwise
+# that of the process that caused the failure: 128 + the signal's number if a signal ended it, and
+# 255 if its connection was lost. After exit code 75 or 255, or a signal, the job is started again,
+# at most $restarts times. SIGINT, SIGTERM and SIGHUP are passed on to all processes, which have
+# $grace seconds to commit; a second signal kills them. If this shell dies, the processes end.
 #
-# Descriptors: 7 and 8 are the two ends of the FIFO by which news come, 9 is the way to the processes,
-# which tee multiplies. Only this shell holds 8 and 9, so they close when it dies.
+# Descriptors 7 and 8 are the write end and the read end of the FIFO through which messages arrive.
+# Descriptor 9 leads to tee, which copies each order to all processes. Only this shell has 8 and 9
+# open, so they are closed when it dies.
 
 beat=5
 linger=600
@@ -30,7 +32,7 @@ remote() {
     -o RemoteCommand=none -o LogLevel=ERROR "$@"
 }
 
-# note STATE CODE: what --status reads.
+# note STATE CODE: writes the file that --status reads.
 note() {
   printf '{"job": "%s", "state": "%s", "code": %s, "restarts": %d, "host": "%s", "fifo": "%s", "at": %d}\n' \
     "$job" "$1" "$2" "$attempt" "$(uname -n | tr -cd 'A-Za-z0-9._-')" "$tmp/news" "$(now)" \
@@ -42,7 +44,7 @@ finish() {
   rm -rf -- "$tmp"
 }
 
-# ask SIGNAL: somebody wants the job to end.
+# ask SIGNAL: handles a request to end the job.
 ask() {
   if [ -z "$asked" ]; then
     asked=$1
@@ -54,7 +56,7 @@ ask() {
   fi
 }
 
-# stop SIGNAL: all processes.
+# stop SIGNAL: sends a signal to all processes. Further calls have no effect.
 stop() {
   [ -z "$stopping" ] || return
   stopping=yes
@@ -62,7 +64,7 @@ stop() {
   echo "$1" >&9
 }
 
-# prepare: copies the files to every host; 1 if a host cannot be used.
+# prepare: copies the files to every host. Returns 1 if a host cannot be used.
 prepare() {
   pids=
   bad=
@@ -85,7 +87,8 @@ prepare() {
   done
 }
 
-# One process; the news say how it ended. Without its last word the connection was lost.
+# run NUMBER: runs a process and writes its exit code to the FIFO. The code is 255 if the connection
+# was lost before the host reported it.
 run() {
   word=$(process "$1" <"$tmp/to.$attempt.$1" | sed -n 's/^exit \([0-9][0-9]*\)$/\1/p' | tail -n 1)
   echo "end $attempt $1 ${word:-255}" >&7
@@ -110,7 +113,7 @@ start() {
   running=yes
 }
 
-# ended NUMBER CODE
+# ended NUMBER CODE: records the end of a process.
 ended() {
   left=$((left - 1))
   if [ "$2" = 0 ]; then
@@ -137,7 +140,8 @@ ended() {
   fi
 }
 
-# consequence CODE: whether a process ends so because another one has ended, or because it was asked.
+# consequence CODE: succeeds if processes end with this code because another process has ended, or
+# because they were asked to end.
 consequence() {
   case $1 in
     75 | 134) true ;;
@@ -152,7 +156,7 @@ stop_for_culprit() {
   stop TERM
 }
 
-# Deadlines: those of the cause, of the stop and of the job.
+# tick: sends a sign of life to the processes, and acts on deadlines that have passed.
 tick() {
   time=$(now)
   echo beat >&9
@@ -188,7 +192,7 @@ supervise() {
   [ -z "$asked" ] || stop "$asked"
   note running null
   while [ "$left" -gt 0 ]; do
-    # A signal may end the read too.
+    # A signal may also interrupt the read.
     read -r word one two three <&8 || continue
     case $word in
       tick) tick ;;
@@ -232,7 +236,7 @@ while :; do
   say "restart $attempt of $restarts"
   note starting null
   pause=5
-  # What a lost connection left behind ends by itself within this time.
+  # Processes whose connection was lost end by themselves within this time.
   [ "$code" != 255 ] || pause=$((silence + grace + 10))
   sleep "$pause" 7>&- 8<&- &
   wait "$!"

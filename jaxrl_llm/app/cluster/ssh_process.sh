@@ -1,9 +1,9 @@
 # Runs the process that the lines above describe, on its own host.
 #
-# Orders come in through stdin, one word on a line: INT, TERM, KILL, or any other as a sign of life.
-# When stdin ends, or nothing came for $silence seconds, the launcher or the connection is gone: the
-# process gets SIGTERM, as after an order, and SIGKILL $grace seconds later. The last line of stdout
-# has the exit code of the process (128 + the number for a signal).
+# Orders are read from stdin, one word per line: INT, TERM or KILL. Any other word is only a sign of
+# life. If stdin ends, or nothing arrives for $silence seconds, the launcher or the connection is
+# lost. The process then gets SIGTERM, as after an order, and SIGKILL $grace seconds later. The last
+# line of stdout has the exit code of the process (128 + the signal's number if a signal ended it).
 
 trap 'echo "exit $?"' EXIT
 exec 3<&0 </dev/null
@@ -11,7 +11,7 @@ mkdir -p -- "${log%/*}" && : >>"$log" || exit 2
 start >>"$log" 2>&1 3<&- &
 pid=$!
 
-# all SIGNAL: to every process of the session.
+# all SIGNAL: sends a signal to every process of the session.
 all() { kill -s "$1" -- "-$pid" 2>/dev/null || kill -s "$1" "$pid" 2>/dev/null; }
 
 end() {
@@ -45,7 +45,7 @@ trap 'all TERM' HUP INT TERM
 while :; do
   wait "$pid" 2>/dev/null
   code=$?
-  # A signal to this shell ends the wait too.
+  # A signal to this shell also ends the wait.
   kill -0 "$pid" 2>/dev/null || break
 done
 kill -s KILL -- "-$pid" 2>/dev/null

@@ -51,7 +51,7 @@ FLAGS = flags.FlagValues()
 flags.DEFINE_integer(
   'processes',
   None,
-  'How many processes to start.',
+  'Number of processes to start.',
   lower_bound=1,
   required=True,
   flag_values=FLAGS,
@@ -59,28 +59,29 @@ flags.DEFINE_integer(
 flags.DEFINE_float(
   'grace_s',
   10.0,
-  'Seconds between SIGTERM and SIGKILL for those that are left.',
+  'Seconds between SIGTERM and SIGKILL for processes that have not ended.',
   lower_bound=0,
   flag_values=FLAGS,
 )
 flags.DEFINE_float(
   'linger_s',
   600.0,
-  'Seconds that may pass between the first end and the last.',
+  'Maximum seconds between the end of the first process and the end of the last.',
   lower_bound=0,
   flag_values=FLAGS,
 )
 flags.DEFINE_integer(
   'restarts',
   0,
-  'How many times the job is started again after a signal or exit code 75.',
+  'Maximum number of times that the job is started again after a failure that may be transient.',
   lower_bound=0,
   flag_values=FLAGS,
 )
 flags.DEFINE_integer(
   'gpus',
   0,
-  'GPUs of each process: the first has 0 … N - 1, the second the next ones; 0: all see all.',
+  'Number N of GPUs of each process: the first process gets GPUs 0 to N - 1, the second the next '
+  'N, and so on. If 0, each process sees all GPUs.',
   lower_bound=0,
   flag_values=FLAGS,
 )

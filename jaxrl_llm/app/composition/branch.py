@@ -176,7 +176,7 @@ def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str],
   If this fails, everything that was written is removed.
 
   Args:
-    config: the branch's configuration, with every open scorer option filled in.
+    config: the branch's configuration, as returned by `settle`.
     load: returns the taskset with a given name.
 
   Raises:

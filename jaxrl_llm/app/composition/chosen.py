@@ -26,7 +26,7 @@ def settle(
   tell: Callable[[str], None],
   load: Callable[[str], Taskset],
 ) -> Config:
-  """Returns the configuration with every open scorer option filled in.
+  """Returns the configuration after choosing values for the scorer options that it leaves open.
 
   Args:
     run: directory of the run to resume; None for a new run.

@@ -227,8 +227,9 @@ class StageTrials:
     with process.stopwatch.timed('gen'):
       stale = done % stage.publish_every if stage.explores else 0
       if stage.explores and not stale:
-        # The weights are always published in full, as they usually are in the run. Here, updates
-        # without signal may leave them unchanged, and unchanged weights would not be sent.
+        # Mark the weights as changed, so that they are published in full, as they usually are in
+        # the run. Here, updates without signal may have left them unchanged, and unchanged weights
+        # would not be sent.
         moved = dataclasses.replace(self._state, moved=self._state.step)
         with process.stopwatch.timed('update_weights'):
           await publish(self._publisher, moved)
@@ -354,7 +355,7 @@ def _of_trial(trial: StageTrial, config: StageConfig, error: UserError | None) -
   if trial.seconds:
     yield ok(
       f'step_time {stage.name}',
-      f'{trial.step_s:,.3g} s a step, the median of {len(trial.seconds)}, and '
+      f'{trial.step_s:,.3g} s per step, the median of {len(trial.seconds)}, and '
       f'{trial.writing_s:,.2g} s between two steps',
       stage=stage.name,
       seconds=trial.step_s,
@@ -456,7 +457,7 @@ def _mismatch(trial: StageTrial) -> Iterator[Finding]:
     result, _, remedy = '; '.join(trial.exceeded.values()).partition('; ')
     yield failure(f'mismatch {stage}', result, remedy, **detail)
   else:
-    result = f'trainer and sampler differ by {k3:.2g} nats a token (k3), at most by {most:.2g}'
+    result = f'trainer and sampler differ by {k3:.2g} nats per token (k3), at most by {most:.2g}'
     yield ok(f'mismatch {stage}', result, **detail)
 
 
@@ -469,7 +470,7 @@ def _gradients(trial: StageTrial) -> Iterator[Finding]:
   if skipped or not all(map(math.isfinite, [*norms, *losses])):
     yield failure(
       check,
-      f'{skipped:.0f} updates were skipped, their gradients or losses are not finite or too large '
+      f'{skipped:.0f} updates were skipped; gradients or losses are not finite or too large '
       f'(largest norm {max(norms, default=math.nan):.3g})',
       'lower the learning rate, raise skip_grad_norm, or use float32 (policy.dtype)',
       **detail,
@@ -503,13 +504,14 @@ def duration(
   hours = (total + evaluating) / 3600
   detail = dict(hours=hours, training_hours=total / 3600, evaluation_hours=evaluating / 3600)
   result = (
-    f'about {_time(total + evaluating)} for the whole run, of which evaluations {_time(evaluating)}'
+    f'about {_time(total + evaluating)} for the whole run, of which {_time(evaluating)} for '
+    'evaluations'
   )
   if unknown:
     yield warning(
       'duration',
       f'{result}, without {", ".join(unknown)}, whose steps could not be measured',
-      'correct what is said about them above',
+      'correct the problems that are reported for them above',
       **detail,
     )
   elif hours > _SLOW_H:

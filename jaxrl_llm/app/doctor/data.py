@@ -29,7 +29,7 @@ _MEASURED = 2000
 """Maximum number of tasks of each taskset whose lengths are measured."""
 _MUCH = 0.1
 """Maximum share of prompts or answers that may exceed a length limit. If more do, the check fails,
-because the run would drop them and train on other data than configured.
+because the run would drop them and train on data other than configured.
 """
 _NEAR = 0.01
 """Share of near duplicates above which the doctor warns."""
@@ -86,7 +86,7 @@ class Data:
 
 
 def spread(items: Sequence, count: int) -> list:
-  """Returns at most `count` of the items, at even spacing."""
+  """Returns at most `count` of the items, evenly spaced."""
   step = max(1, len(items) // count)
   return list(items[::step][:count])
 
@@ -114,8 +114,8 @@ def ends(data: Data) -> Iterator[Finding]:
     name = tokenizer.token_text(ending[-1])
     yield failure(
       'eos',
-      f'the chat template ends an answer with {name!r}, and rollouts stop at {stops} alone, '
-      'so that they run on to their length limit',
+      f'the chat template ends an answer with {name!r}, but rollouts stop only at {stops}, so that '
+      'they run on to their length limit',
       f'make {name!r} the eos_token in tokenizer_config.json, or list it as eos_token_id in '
       'generation_config.json',
       token=name,
@@ -179,7 +179,7 @@ def template(data: Data) -> Iterator[Finding]:
     yield failure('template', *_parted(error))
     return
   if stripped:
-    result = f'space at the ends of answers is lost, as of {stripped[:80]!r}'
+    result = f'white space at the ends of answers is lost, such as in {stripped[:80]!r}'
     yield warning(
       'template', result, 'remove it from the answers, or from the template', texts=count
     )

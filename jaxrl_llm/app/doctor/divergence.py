@@ -103,7 +103,7 @@ def kl_gradient(stage: str, algorithm: Algorithm, constants: Constants) -> Itera
   measured = [value for value in (through_loss, through_reward) if value is not None]
   if not all(map(np.isfinite, measured)):
     yield failure(
-      check, 'the gradient is not finite', 'look for logs and ratios of zero in the loss', **detail
+      check, 'the gradient is not finite', 'look for log(0) and 0 / 0 in the loss', **detail
     )
   elif any(value < -_CLEAR for value in measured):
     where = 'loss' if through_loss is not None and through_loss < -_CLEAR else 'reward'

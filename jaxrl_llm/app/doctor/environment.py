@@ -94,7 +94,7 @@ def servers(config: Config) -> Iterator[Finding]:
       stdin=subprocess.DEVNULL,
     )
   except subprocess.TimeoutExpired:
-    remedy = 'look whether its disk is slow, or create it again with jaxrl install'
+    remedy = 'check whether its disk is slow, or create it again with jaxrl install'
     yield failure('vllm', f'{python} does not import vLLM within {_IMPORT_S:g} s', remedy)
     return
   except OSError as error:

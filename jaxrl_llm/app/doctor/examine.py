@@ -89,7 +89,8 @@ def _settled(
   load: Callable[[str], Taskset],
   findings: Findings,
 ) -> Config | None:
-  """Loads the tasks and returns the configuration with every open scorer option filled in.
+  """Loads the tasks and returns the configuration after choosing values for the scorer options that
+  it leaves open.
 
   If that fails, adds a failure to the findings and returns None.
   """
@@ -197,7 +198,7 @@ def _services(config: Config, workdir: pathlib.Path, findings: Findings) -> None
       warning(
         'explorers',
         'explorers of other machines are left out',
-        'nothing, if they use the same version and configuration',
+        'nothing needs to be done if they use the same version and configuration',
       )
     )
 

@@ -205,7 +205,7 @@ class Ledger:
       if self._db.in_transaction:
         self._db.execute('ROLLBACK')
 
-  # Definition of the sweep.
+  # Methods for the definition of the sweep.
 
   def meta(self) -> dict[str, Json]:
     """Returns the properties that all trials share, keyed by name. A new ledger has none."""
@@ -261,7 +261,7 @@ class Ledger:
     wanted = {trial.key for trial in trials}
     return [entry for entry in self.entries() if entry.trial.key in wanted]
 
-  # Progress of the trials.
+  # Methods for the progress of the trials.
 
   def entries(self) -> list[LedgerEntry]:
     """Returns the entries of all trials, ordered by number."""

@@ -58,7 +58,7 @@ def load_plan(spec: str, overrides: Mapping[str, Json]) -> SweepPlan:
   both = sorted(set(overrides) & set(sweep.axes))
   if both:
     raise UserError(
-      f'--config.{both[0]}: an axis of {path}, whose values trials take; leave it out'
+      f'--config.{both[0]}: is an axis of {path}, which sets it in each trial; leave it out'
     )
   sweep = dataclasses.replace(sweep, overrides={**sweep.overrides, **overrides})
   check_installed(sweep)

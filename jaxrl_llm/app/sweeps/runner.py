@@ -2,8 +2,8 @@
 
 Invariant: if this process dies, the processes of its trials end within the grace period
 (`core.process.child`), and a trial is started only when no earlier process of that trial is left.
-When a signal stops the sweep, every running trial commits and is then waiting. The same command
-continues the sweep.
+When a signal stops the sweep, every running trial commits, and its state becomes waiting. The same
+command continues the sweep.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Runner:
     failed = [entry for entry in self._entries() if entry.state == TrialState.FAILED]
     return 1 if failed else 0
 
-  # One round of checks (`_step`) and its parts.
+  # Methods that perform one round of checks: `_step` and the methods that it calls.
 
   def _step(self) -> bool:
     """Checks the running trials and starts new ones.

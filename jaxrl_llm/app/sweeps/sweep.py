@@ -187,7 +187,7 @@ class Sweep:
     if not isinstance(seeds, tuple | list) or any(type(seed) is not int for seed in seeds):
       raise UserError(f'Sweep: seeds={seeds!r}, wanted integers, such as (1, 2)')
     if len(set(seeds)) < len(seeds):
-      raise UserError(f'Sweep: seeds={seeds!r} repeats one; a trial of it would be the same run')
+      raise UserError(f'Sweep: seeds={seeds!r} repeats a seed; both trials would be the same run')
     if seeds and (SEED in self.axes or SEED in self.overrides):
       raise UserError("Sweep: 'seed' is an axis or override beside seeds; wanted seeds alone")
 

@@ -48,7 +48,7 @@ def state_json(
 
 
 def entry_json(entry: LedgerEntry, value: float | None) -> dict[str, Json]:
-  """Returns a trial as JSON. Times are in UTC, in the format ISO 8601.
+  """Returns a trial as JSON. Times are in UTC, in ISO 8601 format.
 
   Args:
     value: value of the objective; None if the trial has not measured it.

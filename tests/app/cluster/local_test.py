@@ -59,7 +59,7 @@ def test_a_job_runs_in_the_background_until_it_ends(tmp_path, capsys):
   assert state_after(job_id) == 'ENDED exit code 3'
   local.logs(job_id, OPTIONS)
   assert "] variable it's $HOME" in capsys.readouterr().out
-  with pytest.raises(UserError, match='its job does not run'):
+  with pytest.raises(UserError, match='its job is not running'):
     local.cancel(job_id, OPTIONS)
 
 
@@ -85,7 +85,7 @@ time.sleep(60)"""
   while not all((tmp_path / name).exists() for name in ('ready0', 'ready1', 'served')):
     assert time.monotonic() < deadline
     time.sleep(0.02)
-  with pytest.raises(UserError, match='its job runs already'):
+  with pytest.raises(UserError, match='its job is already running'):
     local.submit(local.text(job, OPTIONS), job, OPTIONS)
   local.cancel(job_id, OPTIONS)
   assert state_after(job_id) == 'ENDED exit code 143'

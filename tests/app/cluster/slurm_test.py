@@ -70,13 +70,13 @@ def test_what_slurm_cannot_do_is_refused():
   tpu = dataclasses.replace(LARGE.trainer, resources=ProcessResources(tpu='v5e'))
   with pytest.raises(UserError, match='Slurm has no TPUs'):
     slurm.text(dataclasses.replace(LARGE, groups=(tpu,)), SMALL)
-  with pytest.raises(UserError, match='sbatch cannot take'):
+  with pytest.raises(UserError, match='sbatch does not accept'):
     slurm.text(dataclasses.replace(LARGE, workdir='/a"b'), SMALL)
 
 
 @pytest.mark.parametrize('call', [slurm.status, slurm.cancel, slurm.logs])
 def test_an_id_that_is_none_and_a_machine_without_slurm_are_one_line(call, monkeypatch, tmp_path):
-  with pytest.raises(UserError, match='no id of a Slurm job'):
+  with pytest.raises(UserError, match='not the id of a Slurm job'):
     call('1; rm -rf /', SMALL)
   monkeypatch.setenv('PATH', str(tmp_path))
   with pytest.raises(UserError, match='no such command; wanted a host'):

@@ -72,7 +72,7 @@ def test_ids_are_names_of_directories_that_say_what_differs(tmp_path):
     (f"axes={{'{RATE}': Uniform(low=2, high=1)}}", 'wanted low at most high'),
     (f"axes={{'{RATE}': Uniform(low=0, high=1, log=True)}}", 'wanted low above 0'),
     ("axes={'seed': (1, 2)}, seeds=(1, 2)", 'beside seeds'),
-    (f"{ONE}, seeds=(1, 1)", 'repeats one'),
+    (f"{ONE}, seeds=(1, 1)", 'repeats a seed'),
     ('', 'wanted either axes or trials'),
     ('trials=[]', 'trials is empty'),
     ("trials=[{'seed': 1}, {'seed': 1}]", r'trials\[1\] repeats trials\[0\]'),
@@ -122,6 +122,6 @@ def test_a_missing_file_or_name_gets_a_hint(tmp_path):
 
 def test_an_override_of_an_axis_is_refused(tmp_path):
   file = sweep_file(tmp_path, f"axes={{'{RATE}': (1.0,)}}")
-  with pytest.raises(UserError, match=f'--config.{RATE}: an axis of'):
+  with pytest.raises(UserError, match=f'--config.{RATE}: is an axis of'):
     load_plan(str(file), {RATE: '3'})
   assert load_plan(str(file), {'name': 'x'}).base.name == 'x'
