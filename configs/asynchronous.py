@@ -27,7 +27,8 @@ def get_config(variant: str = 'one_step_off') -> Config:
   loss = loss or 'decoupled'
   if name not in BOUNDS or loss not in LOSSES:
     raise ValueError(
-      f'variant {variant!r}: there are {", ".join(BOUNDS)}, each also with +{" or +".join(LOSSES)}'
+      f'variant {variant!r}: wanted one of {", ".join(BOUNDS)}, optionally followed by '
+      f'+{" or +".join(LOSSES)}'
     )
   config = quickstart.get_config()
   sft, grpo = config.stages

@@ -5,8 +5,8 @@ policy itself reads only text).
 Command:   python launch/serve.py --role=reward --model=DIR   (another terminal; prints its address)
            python launch/train.py --config=\
              configs/domains.py:DIRECTORY,REWARD_ADDRESS,JUDGE_ADDRESS,JUDGE_MODEL
-           DIRECTORY holds code.jsonl (question, answer, tests), math.jsonl, k12.jsonl and
-           vision.jsonl (question, answer; vision: media).
+           DIRECTORY holds code.jsonl, math.jsonl, k12.jsonl and vision.jsonl, whose rows have the
+           fields question and answer; in code.jsonl also tests, and in vision.jsonl also media.
 Hardware:  a laptop's CPU runs tests/jobs/domains_test.py, which makes such files, in a minute.
 Result:    not run at size.
 """

@@ -28,7 +28,7 @@ from jaxrl_llm.api import (
 
 def get_config(variant: str = 'pairs') -> Config:
   if variant not in ('pairs', 'online', 'rejection'):
-    raise ValueError(f'variant {variant!r}: there are pairs, online, rejection')
+    raise ValueError(f'variant {variant!r}: wanted one of pairs, online, rejection')
   config = quickstart.get_config()
   sft, grpo = config.stages
   # Without a little imitation, the likelihood of right answers falls together with that of wrong

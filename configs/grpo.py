@@ -27,7 +27,7 @@ VARIANTS = {
 
 def get_config(name: str = 'grpo') -> Config:
   if name not in VARIANTS:
-    raise ValueError(f'variant {name!r}: there are {", ".join(VARIANTS)}')
+    raise ValueError(f'variant {name!r}: wanted one of {", ".join(VARIANTS)}')
   config = quickstart.get_config()
   sft, grpo = config.stages
   stage = dataclasses.replace(

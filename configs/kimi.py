@@ -50,7 +50,7 @@ def get_config(variant: str = '') -> Config:
   left_out = variant.removeprefix('without_')
   if variant and (left_out not in LEFT_OUT or left_out == variant):
     known = ', '.join(f'without_{name}' for name in LEFT_OUT)
-    raise ValueError(f'variant {variant!r}: there are {known}')
+    raise ValueError(f'variant {variant!r}: wanted one of {known}')
   config = quickstart.get_config()
   sft, grpo = config.stages
   answered = dataclasses.replace(grpo.source, rewards={'verifier': 1.0})

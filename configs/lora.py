@@ -27,7 +27,7 @@ def get_config(variant: str = 'adapters') -> Config:
     stage = dataclasses.replace(sft, name='copying', source=copying)
     return dataclasses.replace(config, name='lora_base', stages=(stage,))
   if variant != 'adapters':
-    raise ValueError(f'variant {variant!r}: there are adapters, base')
+    raise ValueError(f'variant {variant!r}: wanted adapters or base')
   policy = dataclasses.replace(
     config.policy, init_from='runs/lora_base', lora=LoraConfig(rank=32, alpha=64)
   )

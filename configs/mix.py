@@ -1,9 +1,9 @@
-"""MIX on a task on which GRPO has no signal: the initial policy copies the word, and never spells
-it backward.
+"""MIX on a task on which GRPO alone has no signal, because the initial policy copies the word and
+never spells it backward.
 
 Three variants start from the same policy: 'mix' (rollouts and 200 expert rows in one update),
-'grpo' (only rollouts, which give no signal) and 'sft' (only the expert rows, with which accuracy
-reaches a plateau).
+'grpo' (only rollouts, which give no signal) and 'sft' (only the expert rows; accuracy reaches a
+plateau).
 
 Paper:     Trinity-RFT (arXiv:2505.17826), section 3.3.
 Command:   python launch/train.py --config=configs/mix.py:mix
@@ -22,7 +22,7 @@ EXPERTS = dict(tasksets=('train',), templates=('{answer}',), count=200)
 
 def get_config(variant: str = 'mix') -> Config:
   if variant not in ('mix', 'grpo', 'sft'):
-    raise ValueError(f'variant {variant!r}: there are mix, grpo, sft')
+    raise ValueError(f'variant {variant!r}: wanted one of mix, grpo, sft')
   config = quickstart.get_config()
   sft, grpo = config.stages
   copying = dataclasses.replace(

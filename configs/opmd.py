@@ -1,8 +1,8 @@
 """Kimi k1.5's online policy mirror descent on the quickstart's task.
 
-Paper:     Kimi k1.5 (arXiv:2501.12599), section 2.3.2: whole sequences,
-           reference = policy before the batch, and an optimizer that starts afresh with each
-           batch; so a batch is worth several updates.
+Paper:     Kimi k1.5 (arXiv:2501.12599), section 2.3.2: the loss is over whole sequences, the
+           reference is the policy before the batch, and the optimizer's moments are reset before
+           each batch. Here, each batch gets several updates.
 Command:   python launch/train.py --config=configs/opmd.py
 Hardware:  a laptop's CPU.
 Time and result: docs/develop/acceptance.md.

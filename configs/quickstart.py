@@ -68,7 +68,7 @@ LENGTHS = {'spell_backward': (6, 7), 'number_sorting': (13, 14)}
 def get_config(task: str = '') -> Config:
   task = task or 'spell_backward'
   if task not in TASKS:
-    raise ValueError(f'variant {task!r}: there are {", ".join(TASKS)}')
+    raise ValueError(f'variant {task!r}: wanted one of {", ".join(TASKS)}')
   prompt, response = LENGTHS[task]
   return Config(
     name='quickstart',

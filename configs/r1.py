@@ -38,7 +38,7 @@ def get_config(variant: str = '') -> Config:
   left_out = variant.removeprefix('without_')
   if variant and (left_out not in LEFT_OUT or left_out == variant):
     known = ', '.join(f'without_{name}' for name in LEFT_OUT)
-    raise ValueError(f'variant {variant!r}: there are {known}')
+    raise ValueError(f'variant {variant!r}: wanted one of {known}')
   config = quickstart.get_config()
   sft, grpo = config.stages
   rollouts, imitation = grpo.source, dataclasses.replace(sft.optimizer, peak_lr=1e-3)

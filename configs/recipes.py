@@ -1,8 +1,8 @@
 """GRPO of a 7B model on several accelerators: one machine of 8 GPUs, two Slurm nodes, a TPU slice.
 
-Papers:    Qwen2.5 (arXiv:2412.15115), whose shape the model has.
-Command:   jaxrl launch … --config=recipes:VARIANT --config.policy.init_from=DIR, with DIR a Hugging
-           Face directory; the launch flags of each variant are beside it below.
+Papers:    Qwen2.5 (arXiv:2412.15115): the model has the architecture of Qwen2.5-7B.
+Command:   jaxrl launch … --config=recipes:VARIANT --config.policy.init_from=DIR, where DIR is a
+           Hugging Face directory. The launch flags are in the comment on each variant below.
 Hardware:  one_host: 8 H100 of 80 GB, 4 for the trainer and 4 for vLLM servers.
            two_nodes: 2 nodes of 8 H100, the trainer on one and 8 vLLM servers on the other.
            v5e_64: a v5e-64 slice for the trainer, GPU hosts for vLLM servers.
@@ -31,7 +31,7 @@ RECIPES = {
 
 def get_config(variant: str = 'one_host') -> Config:
   if variant not in RECIPES:
-    raise ValueError(f'variant {variant!r}: there are {", ".join(RECIPES)}')
+    raise ValueError(f'variant {variant!r}: wanted one of {", ".join(RECIPES)}')
   base = sizes.get_config('7b')
   return dataclasses.replace(
     base,

@@ -7,7 +7,8 @@ prompts are held out, and evaluations measure the loss on them (`val-core/held_o
 Command:   python launch/train.py --config=configs/sft.py:ROWS.jsonl --config.policy.init_from=DIR
            python docs/start/chat_sft.py makes rows and a tiny checkpoint, trains and chats.
 Hardware:  a laptop's CPU for the tiny checkpoint.
-Result:    docs/guides/sft.md. Not run at size: raise lengths, batch and steps with the model.
+Result:    docs/guides/sft.md. Not run at size; for a larger model, raise lengths, batch size and
+           steps.
 """
 
 from jaxrl_llm.api import (

@@ -1,9 +1,9 @@
 """Models of realistic sizes with random weights, for compiling GRPO for accelerators without
 training.
 
-Papers:    Qwen2.5 (arXiv:2412.15115), whose shapes these are.
+Papers:    Qwen2.5 (arXiv:2412.15115): the models have the architectures of Qwen2.5.
 Command:   python launch/train.py --config=configs/sizes.py:1.5b --dry_run --topology=v5e:4x4
-Hardware:  whatever --topology names; nothing is trained.
+Hardware:  the devices that --topology names need not be present; nothing is trained.
 Result:    docs/develop/benchmarks.md has the table. Not run at size.
 """
 
@@ -36,7 +36,7 @@ SIZES = {
 
 def get_config(size: str = '0.5b') -> Config:
   if size not in SIZES:
-    raise ValueError(f'variant {size!r}: there are {", ".join(SIZES)}')
+    raise ValueError(f'variant {size!r}: wanted one of {", ".join(SIZES)}')
   base = quickstart.get_config()
   model = {**SIZES[size], 'rope_theta': 1e6}
   return dataclasses.replace(

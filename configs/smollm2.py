@@ -42,7 +42,7 @@ PEAK_LR = {'full': 3e-6, 'lora': 1e-4}
 
 def get_config(variant: str = 'full') -> Config:
   if variant not in PEAK_LR:
-    raise ValueError(f'variant {variant!r}: there are {", ".join(PEAK_LR)}')
+    raise ValueError(f'variant {variant!r}: wanted one of {", ".join(PEAK_LR)}')
   config = Config(
     name=f'smollm2-{variant}',
     policy=PolicyConfig(init_from='runs/models/smollm2', scan_layers=True),

@@ -3,9 +3,9 @@
 #
 #   bash launch/quickstart.sh [--config=FILE.py[:VARIANT]] [--workdir=DIR] [--config.KEY=VALUE ...]
 #
-# Arguments go to launch/train.py after the quickstart's own, so that yours win. Paths are relative to the repository.
-# It needs Python 3.11 or newer (PYTHON=... chooses one), no root, and the network only to install packages the first
-# time. Running it again resumes the run, or says that it is finished.
+# Arguments are passed to launch/train.py after those of this script, so they take precedence. Paths are relative to the
+# repository. The script needs Python 3.11 or newer (PYTHON=... chooses one) and no root rights. It uses the network
+# only to install packages the first time. If it is run again, it resumes the run, or reports that the run is finished.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SAY=quickstart
@@ -15,10 +15,10 @@ source launch/environment.sh
 python=$(find_python)
 ensure_environment .venv "$python"
 
-# XLA's CPU pool has as many threads as NPROC says, and bits may follow their number: a run that is resumed must have as
-# many as before.
-# The trainer needs no PyTorch, so that transformers need not advise it.
+# The trainer does not need PyTorch, so silence transformers' advice to install it.
 export TRANSFORMERS_NO_ADVISORY_WARNINGS=1
+# NPROC is the number of threads of XLA's CPU pool. The last bits of results may depend on it, so a resumed run must
+# have the same number as before.
 export NPROC=${NPROC:-$(nproc)}
 say "training (NPROC=$NPROC): launch/train.py --config=configs/quickstart.py --workdir=runs/quickstart $*"
 exec .venv/bin/python launch/train.py --config=configs/quickstart.py --workdir=runs/quickstart "$@"

@@ -3,23 +3,23 @@
 #
 #   bash launch/test.sh [--tier=fast|full|acceptance] [--changed[=COMMIT]] [--workers=N] [-- PYTEST ARGUMENTS]
 #
-# fast: the tests that need no real job, kill or browser. full (the default): those tests too, and, where a python3.12
-# exists, the fast tests of the files in tests/tools/newest.txt once more on Python 3.12 with the newest JAX. acceptance: only
-# the tests marked `acceptance` (hours).
+# fast: the tests that need no real job, kill or browser. full (the default): these tests and those marked `full`. If
+# there is a python3.12, the fast tests in the files that tests/tools/newest.txt lists also run on Python 3.12 with the
+# newest JAX. acceptance: only the tests marked `acceptance`, which take hours.
 #
-# --changed: only the test files that a change may affect (tests/tools/affected.py): uncommitted changes, and commits since
-# COMMIT, by default since the branch left origin/main or main. --workers: how many test processes run at a time; by
-# default one per core, up to 8. Test files among the pytest arguments replace any other choice of files.
+# --changed: runs only the test files that may be affected (tests/tools/affected.py) by uncommitted changes and by
+# commits since COMMIT. By default, COMMIT is the point at which the branch left origin/main or main. --workers: number
+# of test processes; by default one per core, up to 8. Test files among the pytest arguments replace any other choice.
 #
-# The parity tests' PyTorch may be a CPU build; the package index decides which: PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS
-# may name a place that has it. The full and acceptance tiers also make the environments of the vLLM servers
-# (launch/install_vllm.sh), of TRL and Tunix (launch/install_peers.sh) and of the compilers for devices that are not
-# here (launch/install_aot.sh). Where root (or sudo without a password) permits it, they install Debian packages:
-# Chromium and its driver, iproute2, openssl, bubblewrap, and openssh-server where no systemd would start it; otherwise
-# the tests that use these are skipped.
+# A CPU build of PyTorch suffices for the parity tests. PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS can name an index or a
+# folder that has one. The full and acceptance tiers also install the environments of the vLLM servers
+# (launch/install_vllm.sh), of TRL and Tunix (launch/install_peers.sh) and of the compilers for absent devices
+# (launch/install_aot.sh). With root rights, or sudo without a password, they also install Debian packages: Chromium and
+# its driver, iproute2, openssl, bubblewrap and, on a machine without systemd, openssh-server. Otherwise, the tests that
+# need these packages are skipped.
 #
-# The output of each part is in runs/tests/*.log, and a report of the time it took in runs/tests/times.md.
-# Every part runs even if an earlier one failed; the exit code is 0 only if all of them passed.
+# The output of each part is in runs/tests/*.log, and a report of the times in runs/tests/times.md. Every part runs even
+# if an earlier one failed; the exit code is 0 only if all of them passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 SAY=test
@@ -46,11 +46,11 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-# Installs the Debian packages of commands that the full tier's tests run, where they are missing and root permits it.
+# Installs the Debian packages of missing commands that tests of the full tier run, if this user has root rights.
 ensure_commands() {
   local command packages=() missing=() root=()
   local commands=(chromium:chromium chromedriver:chromium-driver ip:iproute2 openssl:openssl bwrap:bubblewrap)
-  # Where systemd runs, installing it would open this machine to the network.
+  # If systemd is running, it would start the server at once, which would open this machine to the network.
   [ -d /run/systemd/system ] || commands+=(sshd:openssh-server)
   for command in "${commands[@]}"; do
     PATH=$PATH:/usr/sbin command -v "${command%%:*}" >/dev/null && continue
@@ -58,28 +58,28 @@ ensure_commands() {
     packages+=("${command##*:}")
   done
   if [ ${#missing[@]} = 0 ]; then
-    say "there already: ${commands[*]%%:*}"
+    say "already installed: ${commands[*]%%:*}"
     return
   fi
   if [ "$(id -u)" != 0 ]; then
     if ! sudo -n true 2>/dev/null; then
-      say "missing, and installing needs root: ${missing[*]}; the tests that use them will be skipped"
+      say "missing: ${missing[*]}; installing them needs root, so the tests that use them will be skipped"
       return
     fi
     root=(sudo -n)
   fi
   if ! command -v apt-get >/dev/null; then
-    say "missing, and there is no apt-get: ${missing[*]}; the tests that use them will be skipped"
+    say "missing: ${missing[*]}; there is no apt-get to install them, so the tests that use them will be skipped"
     return
   fi
   say "installing the Debian packages ${packages[*]}"
   if ! { "${root[@]}" apt-get update -qq &&
     "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${packages[@]}"; } >/dev/null; then
-    say "they could not be installed: the tests that use them will be skipped"
+    say "the packages could not be installed; the tests that use them will be skipped"
   fi
 }
 
-# Prints a Python 3.12 that runs; pyenv's count too, even if they are not active.
+# Prints the path of a Python 3.12 that works. Inactive versions of pyenv are tried, too.
 find_python312() {
   local candidate
   for candidate in python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
@@ -91,7 +91,7 @@ find_python312() {
   return 1
 }
 
-# names_tests ARGUMENT...: whether one of pytest's arguments is an existing test file or folder.
+# names_tests ARGUMENT...: succeeds if one of pytest's arguments is an existing test file or folder.
 names_tests() {
   local argument
   for argument; do
@@ -104,9 +104,9 @@ names_tests() {
 
 summary=()
 status=0
-declare -A parts=()  # For each part that runs in the background, by the name of its log: its process.
+declare -A parts=()  # Process id of each part in the background, keyed by the name of its log.
 
-# timed NAME COMMAND...: runs a command, and adds its times to $logs/phases.jsonl; its exit code.
+# timed NAME COMMAND...: runs a command, appends its times to $logs/phases.jsonl, and returns its exit code.
 timed() {
   local name=$1 begin code
   shift
@@ -122,12 +122,12 @@ timed() {
 begin_part() {
   local log=$1
   shift
-  # By default a command in the background ignores SIGINT.
+  # By default, a command in the background ignores SIGINT.
   (trap - INT && timed "$@") >"$logs/$log.log" 2>&1 </dev/null 7>&- &
   parts[$log]=$!
 }
 
-# run_part LOG NAME COMMAND...: runs a part, and also prints its output as it comes; its exit code.
+# run_part LOG NAME COMMAND...: runs a part, also prints its output as it arrives, and returns its exit code.
 run_part() {
   local log=$1
   shift
@@ -141,7 +141,8 @@ count_part() {
   [ "$3" = 0 ] || status=1
 }
 
-# finish_part LOG NAME: waits for a part in the background, prints its output, and counts it; its exit code.
+# finish_part LOG NAME: waits for a part in the background, prints its output, adds it to the summary, and returns its
+# exit code.
 finish_part() {
   local code
   wait "${parts[$1]}"
@@ -152,7 +153,7 @@ finish_part() {
   return "$code"
 }
 
-# part LOG NAME COMMAND...: runs a part, and counts it.
+# part LOG NAME COMMAND...: runs a part, and adds it to the summary.
 part() {
   local log=$1 name=$2
   say "$name: ${*:3}"
@@ -160,12 +161,14 @@ part() {
   count_part "$log" "$name" $?
 }
 
-# pytest_part LOG NAME PYTHON MARKS ARGUMENTS...: runs tests; to run none is a failure, unless a change chose the files.
+# pytest_part LOG NAME PYTHON MARKS ARGUMENTS...: runs tests. The part fails if no test runs, unless --changed chose the
+# files.
 pytest_part() {
   local log=$1 name=$2 python=$3 marks=$4 code
   shift 4
-  # A file stays on one worker, for its module fixtures; files are dealt in the order of tests/conftest.py, not by how
-  # many tests they have. A worker that crashes ends its part: with a replacement, --dist=loadfile would wait for ever.
+  # All tests of a file run on one worker, because of module fixtures. Files are assigned to workers in the order of
+  # tests/conftest.py, not by their numbers of tests. If a worker crashes, the part ends: if the worker were replaced,
+  # --dist=loadfile would wait forever.
   local command=("$python" -m pytest --numprocesses="$workers" --dist=loadfile --no-loadscope-reorder)
   command+=(--max-worker-restart=0 "${plugins[@]}" -m "$marks" "$@")
   say "$name: ${command[*]}"
@@ -195,18 +198,18 @@ run_all() {
   fi
   has_tests() { [ -z "$changed" ] || [ ${#files[@]} -gt 0 ]; }
 
-  # Where two of these scripts run in one tree, each has its own logs.
+  # If two of these scripts run in the same tree, each has separate logs.
   logs=runs/tests
   mkdir -p "$logs"
   exec 7>>runs/tests.lock
   if command -v flock >/dev/null && ! flock --nonblock 7; then
     logs=runs/tests-$$
-    say "another test.sh runs here; this one's logs are in $logs"
+    say "another test.sh is running here; the logs of this one are in $logs"
     mkdir -p "$logs"
   fi
   rm -f "$logs"/*.log "$logs"/*.jsonl "$logs"/times.md
 
-  # The environments are independent of each other, so they are made side by side.
+  # The environments are independent of each other, so they are installed concurrently.
   beside=(vllm peers aot packages)
   declare -A names=([vllm]='vLLM environment' [peers]="peers' environment" [aot]='compilers for other devices'
     [packages]='Debian packages')
@@ -220,7 +223,7 @@ run_all() {
 
   # Results may depend on the number of threads of XLA's CPU pool, so it is fixed.
   export NPROC=${NPROC:-$(nproc)}
-  # Each worker holds about 1 GB.
+  # Each worker needs about 1 GB of memory.
   workers=${workers:-$((NPROC < 8 ? NPROC : 8))}
   plugins=()
   case $tier in
@@ -262,7 +265,7 @@ run_all() {
   if [ -n "$python312" ]; then
     newest=()
     if [ -z "$chosen" ]; then
-      # With --changed, only the listed files that the change affects.
+      # With --changed, use only the listed files that the change affects.
       mapfile -t newest < <(sed -n 's/^\([^# ][^ ]*\).*/\1/p' tests/tools/newest.txt |
         { [ -z "$changed" ] && cat || grep -Fx -f <(printf '%s\n' "${files[@]}"); })
     fi
@@ -275,7 +278,7 @@ run_all() {
     fi
   elif [ "$tier" = full ] && has_tests; then
     if [ "$version" = 3.12 ]; then
-      say ".venv has Python 3.12 itself: no second pass"
+      say ".venv itself has Python 3.12: no second pass"
     else
       summary+=("$name: skipped: there is no python3.12 here")
     fi
@@ -287,14 +290,14 @@ run_all() {
   exit $status
 }
 
-# SIGINT and SIGTERM end every part: run_all and its parts are one process group, and this shell only waits for it.
+# SIGINT and SIGTERM end every part: run_all and its parts form one process group, for which this shell only waits.
 # (bash 5.2 loses a trapped signal that arrives while it reads a command substitution.)
 end_all() {
   local tries
   trap '' INT TERM
-  exec 2>/dev/null  # bash would report each process that a signal ended.
+  exec 2>/dev/null  # Otherwise, bash would report each process that a signal ends.
   kill -0 -- "-$!" || return
-  kill -KILL "$!"  # First run_all, so that it begins no further part.
+  kill -KILL "$!"  # Kill run_all first, so that it begins no further part.
   kill -INT -- "-$!"
   for ((tries = 0; tries < 100; tries++)); do
     kill -0 -- "-$!" || break

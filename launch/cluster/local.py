@@ -3,8 +3,8 @@
   python launch/cluster/local.py --processes=2 -- COMMAND [ARGUMENT ...]
   python launch/cluster/local.py --config=FILE --workdir=DIR [--submit]
 
-The first supervises any command (`jaxrl_llm/app/cluster/supervisor.py`); the second is `jaxrl
-launch local`.
+The first form runs any command under the supervisor (`jaxrl_llm/app/cluster/supervisor.py`). The
+second form is the same as `jaxrl launch local`.
 """
 
 import sys
