@@ -1,6 +1,6 @@
 """Public names, for users' programs, configurations, scorers, workflows, engines and algorithms.
 
-Names are imported on first use, because a scorer's worker process needs `Attempt` and not JAX.
+Names are imported on first use, because a scorer's worker process needs `Attempt` but not JAX.
 `api.pyi` shows them to type checkers.
 """
 

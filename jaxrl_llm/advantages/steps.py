@@ -56,7 +56,7 @@ def step_credit(
     steps: the step index of each row within its trajectory.
     credit: which rows are compared, see above.
     advantages: the estimator A. Bind its options with `functools.partial`.
-    states: a name of the state in which each row's step starts. Only read with 'gigpo'; may be
+    states: a name of the state in which each row's step starts. Read only with 'gigpo'; may be
       empty for a row with an empty trajectory id.
     gamma: discount γ per step.
     weight: weight of the steps' advantages with 'gigpo'.

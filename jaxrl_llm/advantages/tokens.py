@@ -60,7 +60,7 @@ def place_rewards(
   token of turn i.
 
   A turn is a maximal run of valid tokens. Turns after the last entry of `turn_rewards` get no turn
-  reward. A row without valid tokens is left out of the loss and gets zeros, whatever its turn
+  reward. A row without valid tokens is left out of the loss and gets zeros, regardless of its turn
   rewards.
 
   Raises:

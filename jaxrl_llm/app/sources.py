@@ -75,8 +75,8 @@ class PastConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FollowConfig:
-  """Weights of another run, whose stage has the source `Followed`. This run explores with them,
-  and that run trains on the rollouts.
+  """Exploration with the weights of another run, which trains on the rollouts in a stage with the
+  source `Followed`.
   """
 
   run: str

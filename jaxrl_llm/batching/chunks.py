@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 Leaf = Array | np.ndarray | jax.ShapeDtypeStruct | jax.stages.ArgInfo
-"""An array on the devices or on the host. While a program is traced or compiled, a description of
-an array's shape and dtype.
+"""An array on the devices or on the host or, while a program is traced or compiled, a description
+of an array's shape and dtype.
 """
 
 

@@ -73,7 +73,7 @@ class Row:
   if no trajectory of the batch has several steps.
   """
   masked: bool = False
-  """Whether the row only counts in its group's baseline and is not trained on."""
+  """Whether the row counts only in its group's baseline and is not trained on."""
   pair: str | None = None
   """Id of the row's preference pair; None if it is in no pair."""
   label: Literal[1, -1] | None = None

@@ -1,7 +1,7 @@
 """Loads the rows of a plan from their files onto this process's devices.
 
-A Grain pipeline over the plan reads and decodes rows in threads, and a further thread packs the
-rows of each optimizer step and places them on the devices while the previous step is computed. The
+A Grain pipeline over the plan reads and decodes rows in threads. While the devices compute an
+optimizer step, a further thread packs the rows of the next step and places them on the devices. The
 order of the results depends only on the plan. The pipeline has no state to save, because a plan
 that is interrupted by a crash is trained on again from its beginning.
 
@@ -45,7 +45,7 @@ passing a single one to a thread takes longer than reading it.
 _READS_AHEAD = 32
 """Maximum number of completed reads whose rows wait to be packed."""
 _STEPS_AHEAD = 1
-"""Number of optimizer steps that are packed ahead of the one that is computed."""
+"""Number of optimizer steps that are packed ahead of the one being computed."""
 _DEADLINE_S = 3600.0
 """Maximum time in seconds to read the rows of one optimizer step."""
 

@@ -45,7 +45,7 @@ class AdvantageOptions:
   adv_estimator grpo, rloo and reinforce_plus_plus_baseline.
 
   'trajectory': all steps of a trajectory get the advantage of the trajectory's total reward.
-  'step': each step gets the advantage of its return, relative to the steps with the same index in
+  'step': each step gets the advantage of its return relative to the steps with the same index in
   the other trajectories of the group. 'gigpo': the trajectory's advantage, plus the advantage of
   the step's return relative to the steps of the group with the same prompt (GiGPO,
   arXiv:2505.10978).

@@ -47,8 +47,9 @@ class Model(NamedTuple):
   """A model as functions of its parameters, which are nested dicts of arrays. Kernels are `[out,
   in]`.
 
-  init: key -> parameters. Kernels and heads are normal(initializer_range), norms 1, and biases 0. A
-    key gives the same numbers whether or not layers are scanned, and with or without adapters.
+  init: key -> parameters. Kernels and heads are drawn from a normal distribution with standard
+    deviation initializer_range; norms are 1 and biases 0. A key gives the same numbers whether or
+    not layers are scanned, and with or without adapters.
   apply: (params, tokens, positions, segment_ids, seen_until=None) -> hidden states after the final
     norm, in the compute dtype. Attention is causal and stays within tokens of equal segment id; id
     0 is padding. Positions restart at 0 in each segment. With `seen_until`, segments share
@@ -58,7 +59,7 @@ class Model(NamedTuple):
   init_cache: (batch, length) -> an empty KV cache.
   decode: (params, tokens, positions, cache) -> (hidden states, cache). Writes each token's key and
     value to the cache index equal to the token's position. Each token attends to the cache indices
-    up to its position. The parameters must be UNROLLED (`unstack_layers`).
+    up to its position. The parameters must be in the unrolled form (see `unstack_layers`).
   axes: () -> parameter tree with a tuple of logical axis names in place of each array.
   """
 

@@ -3,7 +3,8 @@ embedding.
 
 Invariant: callers multiply hidden states with `head_kernel(params)` themselves. The decoder never
 does, so that `[batch, time, vocab]` need not be materialised. The head 'value' or 'scalar' is one
-newly initialised row, normal(initializer_range), as `transformers` initialises `score`.
+new row, drawn from a normal distribution with standard deviation initializer_range, as
+`transformers` initialises `score`.
 """
 
 from __future__ import annotations

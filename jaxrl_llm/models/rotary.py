@@ -1,7 +1,7 @@
 """Rotary position embedding in Hugging Face's half-rotation convention, with linear and llama3
 frequency scaling.
 
-Invariant: whatever the compute dtype, angles, sines and cosines are computed in float32, or in
+Invariant: regardless of the compute dtype, angles, sines and cosines are computed in float32, or in
 float64 for float64 models.
 """
 
@@ -39,9 +39,9 @@ def inverse_frequencies(
     λ > L / low:   f / factor
     in between:    (1 - s) f / factor + s f,  s = (L / λ - low) / (high - low)
 
-  Source: `_compute_llama3_parameters` and its neighbours in modeling_rope_utils of transformers.
-  Every step is rounded to float32 as in that code, because at position 100,000 an error of 2 ulp in
-  a frequency changes the angle by 0.01 radians.
+  Source: `_compute_llama3_parameters` and the functions next to it in modeling_rope_utils of
+  transformers. Every step is rounded to float32 as in that code, because at position 100,000 an
+  error of 2 ulp in a frequency changes the angle by 0.01 radians.
   """
   exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
   # NumPy's float32 power can differ from torch's by an ulp. The float64 power, rounded to float32,

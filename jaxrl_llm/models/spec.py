@@ -152,8 +152,8 @@ class ModelOptions:
   """Compute options of a model. Results are the same for all options, up to rounding."""
 
   scan_layers: bool = False
-  """Whether one compiled layer is scanned over stacked parameters. This compiles faster, but runs
-  10-15 % slower on CPU.
+  """Whether all layers are computed by a scan of one compiled layer over their stacked parameters.
+  This compiles faster, but runs 10-15 % slower on CPU.
   """
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
   """Activations of each layer that are saved for the backward pass. The others are recomputed.

@@ -205,8 +205,8 @@ def _visits(
 
   Tokens are ordered by segment, then by position. For a block of queries, a block of keys is left
   out in three cases: all keys come after the last query, every segment that sees one of the keys
-  comes before the first query's segment, or all keys are beyond the first query's window. Whatever
-  the order of the tokens, no key that a query may attend to is left out.
+  comes before the first query's segment, or all keys are beyond the first query's window. Even if
+  the tokens of a row are not in this order, no key that a query may attend to is left out.
   """
   low, low_at, high, high_at = (x[..., :, None] for x in _span(of_queries))
   key_low, key_low_at, _, _ = (x[..., None, :] for x in _span(of_keys))

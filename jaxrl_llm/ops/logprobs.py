@@ -102,8 +102,8 @@ def token_logprobs(
   `kernel` is sharded, the logits are sharded likewise, and devices exchange only maxima, sums and
   the targets' logits.
 
-  Statistics are computed in at least float32, whatever the dtype of `hidden`. `hidden` and `kernel`
-  have gradients, but the temperature has none.
+  Statistics are computed in at least float32, regardless of the dtype of `hidden`. `hidden` and
+  `kernel` have gradients, but the temperature has none.
 
   Args:
     hidden: states after the final norm. State t predicts token t + 1.
@@ -318,8 +318,8 @@ def _head(split, hidden, kernel, targets, temperature, used):
 
     d(hidden · kernel) = (g · (onehot(target) - p) - h · p · (log p + H)) / T.
 
-  The only residuals besides the arguments are therefore each token's log-normalizer and H. Logits
-  are recomputed, as in arXiv:2411.09009.
+  Besides the arguments, with the kernel in the dtype of `hidden`, the only residuals are therefore
+  each token's log-normalizer and H. Logits are recomputed, as in arXiv:2411.09009.
   """
   return _head_forward(split, hidden, kernel, targets, temperature, used)[0]
 

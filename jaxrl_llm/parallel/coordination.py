@@ -15,7 +15,9 @@ GRACE = 'JAXRL_GRACE_S'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoordinationConfig:
-  """Deadlines among the processes of a job and after a signal. They do not affect results."""
+  """Time limits for the processes of a job: how long they wait for one another, and how long they
+  may take to stop after a signal. They do not affect results.
+  """
 
   join_s: float = 300.0
   """Maximum time in seconds that all processes may take to connect to process 0 at the start."""

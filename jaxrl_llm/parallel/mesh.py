@@ -45,8 +45,8 @@ class MeshConfig:
   slices: int | None = None
   """Number of slices. The network within a slice is fast and the network between slices is slow, so
   only the axis `data` crosses slices. If None, TPU devices report their slice, and devices of other
-  platforms form one slice. On TPUs, a number must equal the actual number of slices. On other
-  platforms, it divides the processes, or the devices of a single process, into that many
+  platforms form one slice. On TPUs, a given number must equal the actual number of slices. On other
+  platforms, the processes, or the devices of a single process, are divided into that many
   consecutive groups.
   """
 

@@ -105,7 +105,7 @@ def has_compiler(chip: str) -> bool:
 
 
 def topology_devices(name: str) -> list[jax.Device]:
-  """Returns the devices of a topology, which serve to build a mesh and to compile. These devices
+  """Returns the devices of a topology, for building a mesh and compiling programs. These devices
   cannot store arrays.
 
   Raises:

@@ -53,8 +53,8 @@ class ProcessorContext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DedupConfig:
-  """Drops tasks that already occur in this taskset, in an evaluation taskset, or in a taskset
-  configured before it.
+  """Drops tasks that occur earlier in this taskset or in a taskset that is processed before it.
+  Evaluation tasksets are processed first, and then the others in their configured order.
   """
 
   near: bool = True

@@ -22,12 +22,12 @@ from jaxrl_llm.weights.tensor_files import FileLayout
 GAPS, BITS = '/gaps', '/bits'
 """Suffixes of a tensor's two arrays in the file of a delta."""
 _LONG = 255
-"""Byte that adds to a gap and does not end it."""
+"""Value of a byte that adds to a gap without ending it."""
 
 
 def encode_gaps(positions: Int[np.ndarray, 'count'], before: int = -1) -> UInt8[np.ndarray, 'n']:
-  """Encodes increasing positions. `before` is the position of the changed element before them, or
-  -1 if there is none.
+  """Encodes increasing positions. `before` is the position of the last changed element before them,
+  or -1 if there is none.
   """
   gaps = np.diff(positions, prepend=before) - 1
   long = gaps // _LONG
@@ -38,10 +38,10 @@ def encode_gaps(positions: Int[np.ndarray, 'count'], before: int = -1) -> UInt8[
 
 
 def decode_gaps(gaps: UInt8[np.ndarray, 'n']) -> Int[np.ndarray, 'count']:
-  """Returns the positions that `encode_gaps` has encoded.
+  """Returns the positions that `encode_gaps` encoded.
 
   Raises:
-    ValueError: the last gap has no end.
+    ValueError: the last gap is incomplete.
   """
   ends = gaps < _LONG
   if not len(gaps) or not ends[-1]:
@@ -56,7 +56,7 @@ def apply(
   """Writes the changed elements of a delta into contiguous tensors.
 
   Args:
-    tensors: tensors of the version before, keyed by name.
+    tensors: tensors of the previous version, keyed by name.
     delta: arrays of the delta, keyed by their names in its file.
 
   Raises:
@@ -89,8 +89,8 @@ def apply(
 
 
 class Image:
-  """The bytes of the newest version in the memory of this process, in the layout of its file. As a
-  sink of `TensorWriter`, it takes the next version and collects the elements that changed.
+  """Copy of the newest version's file in the memory of this process. As a sink of `TensorWriter`,
+  it takes the bytes of the next version and collects the elements that changed.
   """
 
   def __init__(self, layout: FileLayout, itemsize: int):

@@ -266,8 +266,8 @@ def _read_rope(
   config: _HfConfig, default_theta: float, positions: int
 ) -> tuple[float, RopeScaling | None]:
   """Returns the base and scaling of the rotary position embedding (rope). Raises UserError if the
-  file gives them both as `rope_scaling` (transformers 4) and as `rope_parameters` (transformers 5),
-  and the two disagree.
+  file has both `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5), and the two
+  disagree.
   """
   v4, v5 = config.values.get('rope_scaling'), config.values.get('rope_parameters')
   read = functools.partial(_rope, config, default_theta=default_theta, positions=positions)

@@ -50,7 +50,7 @@ def to_hf(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
   Yields:
     (name, array) of each tensor. The layers of a parameter come one after the other, and the
     tensors of `tables.zeros` come last. Where possible, the array is a view of the parameter's
-    memory. If it is still needed after the parameter has been donated, copy it.
+    memory. Copy an array that is needed after the parameter has been donated.
   """
   flat = flatten(params)
   scanned = any(name.startswith('layers/attention/') for name in flat)

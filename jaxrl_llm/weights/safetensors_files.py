@@ -226,7 +226,7 @@ def save_params(
   """Writes the weights to one file, model.safetensors. If they exceed `shard_bytes`, writes several
   files (shards) and an index instead.
 
-  A file appears under its name only when all files are complete. Weights that are already in the
+  A file gets its final name only when all files are complete. Weights that are already in the
   directory are then replaced.
 
   Args:

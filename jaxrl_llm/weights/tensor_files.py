@@ -79,7 +79,7 @@ class Sink(Protocol):
 
   def put(self, name: str, block: UInt8[np.ndarray, 'bytes'], offset: int) -> None:
     """Takes the next bytes of a tensor, which are valid only during the call. The blocks of one
-    tensor come in order. Blocks of different tensors may come from several threads at a time.
+    tensor come in order. Several threads may pass blocks of different tensors at the same time.
 
     Args:
       offset: position of the block in the file layout.

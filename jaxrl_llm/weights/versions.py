@@ -1,4 +1,4 @@
-"""Versions of the weights that a run exports for other runs, which follow them.
+"""Versions of a run's weights, which the run exports so that other runs can follow them.
 
 Each version is a model directory `<step>-<attempt>` with a manifest that lists its files with sizes
 and digests.

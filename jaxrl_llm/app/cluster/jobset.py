@@ -79,8 +79,8 @@ class JobsetOptions:
   mount: str = '/data'
   """Path at which the claim is mounted in every pod. The run directory must lie below it."""
   python: str = 'python3'
-  """Python interpreter in the image. It replaces the interpreter in the commands of the job, which
-  is that of the submitting machine.
+  """Python interpreter in the image. In the commands of the job, it replaces the interpreter of the
+  submitting machine.
   """
   namespace: str | None = None
   """Kubernetes namespace of the job. If unset, that of kubectl's current context is used."""

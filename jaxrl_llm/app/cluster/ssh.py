@@ -8,8 +8,8 @@ does when a process ends, and with which code it exits. On its host, each proces
 script `ssh_process.sh`, which watches it. Every host needs setsid, timeout and mktemp (from
 util-linux and coreutils), and a POSIX shell as login shell.
 
-Each process writes its output to `logs/GROUP-NUMBER.log` in the run directory. If the job was
-submitted to the background, the script's own output is in `logs/launcher.log`. The file
+Each process writes its output to `logs/GROUP-NUMBER.log` in the run directory. If the job
+runs in the background, the script's own output is in `logs/launcher.log`. The file
 `launch/state.json` contains the state that `--status` prints. A job's id is its run directory.
 """
 

@@ -121,7 +121,7 @@ def open_ledger(plan: SweepPlan, sweepdir: pathlib.Path) -> Ledger:
 
 
 def lost(plan: SweepPlan, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
-  """Returns the ledger's entries for trials that are not in the sweep file (any more)."""
+  """Returns the ledger's entries for trials that are no longer in the sweep file."""
   in_file = {trial.key for trial in plan.trials}
   drawn = plan.sweep.search == 'tpe'
   return [e for e in entries if e.trial.key not in in_file and (e.trial.is_start or not drawn)]

@@ -4,7 +4,7 @@ Invariant: no part of a request reaches the upstream unless the request carries 
 method and path are those of a route, byte for byte (`core.net.server`).
 
 The module also runs on hosts that only serve models and lack JAX, so it imports neither JAX nor any
-module of this package except `core.errors` and two of `core.net`.
+module of this package except `core.errors` and two modules of `core.net`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Front:
       upstream_token: bearer token for the upstream; if None, no token is sent. The front's own
         token is never sent upstream.
       publish_root: directory that must contain every directory named in a weight update or an
-        adapter load; if None, they may be anywhere.
+        adapter load; if None, these directories may be anywhere.
       routes: (method, path) pairs of the requests that the front passes on.
 
     Raises:
@@ -355,8 +355,8 @@ def _begun_as(upstream: aiohttp.ClientResponse) -> web.StreamResponse:
 def _checked_rpc(body: dict[str, Any]) -> bytes:
   """Checks the body of an RPC request and returns it re-encoded.
 
-  Without re-encoding, a key that occurs twice could have one value in the check and another one in
-  the upstream.
+  Without re-encoding, the check and the upstream could read different values of a key that occurs
+  twice.
   """
   method = body.get('method')
   if not isinstance(method, str) or method not in RPC_METHODS:
@@ -365,7 +365,7 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
 
 
 def _checked_update(body: dict[str, Any], root: str) -> bytes:
-  """Checks the body of a weight update and returns it with the resolved path of its directory.
+  """Checks the body of a weight update. Returns it re-encoded, with resolved paths of directories.
 
   Raises Refusal unless all directories and files named in the body lie below `root`.
   """
@@ -423,7 +423,7 @@ def _checked_directory(info: dict[str, Any], root: str) -> str:
 
 
 def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
-  """Checks the body of an adapter load and returns it with the resolved path of its directory.
+  """Checks the body of an adapter load. Returns it re-encoded, with the directory's resolved path.
 
   Raises Refusal unless the directory and all files in it lie below `root`.
   """

@@ -79,7 +79,8 @@ class RegistryConfig:
   """
   lease_s: float = LEASE_S
   """Seconds without a renewal after which a service is considered dead. Services renew their leases
-  every 5 s, and an NFS client may show an outdated directory for 60 s.
+  every 5 s. On NFS, the value should exceed 60 s, because a client may show an outdated directory
+  for that long.
   """
   allow_plaintext: bool = False
   """Whether the key may be sent unencrypted to http addresses of other hosts. Set this only if the
@@ -125,7 +126,7 @@ class Lease:
   """Description of a service, which the service itself publishes."""
 
   id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16))
-  """Identifier in the name of the lease's file. A service that is restarted gets another one."""
+  """Identifier in the name of the lease's file. A service that is restarted gets a new one."""
   kind: Kind
   name: str
   """Human-readable name of letters, digits, '.', '_' and '-'."""

@@ -149,7 +149,7 @@ def _used_by(pid: int) -> set[int]:
 
 
 class _SharedMemory:
-  """Tracks the shared-memory files that the tree was seen using."""
+  """Records which shared-memory files the process tree has been seen to use."""
 
   def __init__(self) -> None:
     self._noted: set[tuple[str, int]] = set()
@@ -161,8 +161,8 @@ class _SharedMemory:
   def look(self, *, thorough: bool = False) -> float:
     """Records the files that the process tree uses now; returns the seconds until the next scan.
 
-    Inspecting processes is expensive: it happens if a new file has appeared, and otherwise only
-    periodically or if `thorough` is set.
+    Inspecting processes is expensive. They are inspected if a new file has appeared, and otherwise
+    only from time to time or if `thorough` is set.
     """
     began = time.process_time()
     self._credit = min(_CREDIT_S, self._credit + (time.monotonic() - self._credited) / _THRIFT)
