@@ -155,9 +155,9 @@ def test_another_model_in_the_directory_is_refused(resident, tmp_path):
   same = built()
   same.check(committed)
   weights.write_bytes(weights.read_bytes()[:-1] + b'?')
-  with pytest.raises(UserError, match='is no longer the one that the run began with'):
+  with pytest.raises(UserError, match='has changed since the run began'):
     built().check(committed)
-  with pytest.raises(UserError, match='is no longer the one that the run began with'):
+  with pytest.raises(UserError, match='has changed since the run began'):
     same.read(build_mesh(MeshConfig()))
 
 

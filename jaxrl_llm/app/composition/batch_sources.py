@@ -57,7 +57,7 @@ def build_batches(
   """Builds the source of a stage's batches.
 
   Args:
-    runner: returns the runner of the stage's groups for its explorer configuration.
+    runner: function that returns the runner of groups, given the explorer's configuration.
   """
   config, workdir, events = setup.config, setup.workdir, setup.process.events
   seed = config.seed
@@ -101,8 +101,8 @@ def build_batches(
 def _static(
   setup: Setup, prepared: Prepared, stage_config: StageConfig
 ) -> StreamBatches | LateBatches:
-  """Batches of rows that are known before the stage, or are selected from the store at its
-  beginning.
+  """Builds the source of a stage whose rows are known in advance, or are selected from the store
+  when the stage begins.
   """
   source, workdir, events = stage_config.source, setup.workdir, setup.process.events
   open_stream = functools.partial(
@@ -122,7 +122,7 @@ def _static(
 
 
 def _explorer_config(setup: Setup, stage: Stage, stage_config: StageConfig) -> ExplorerConfig:
-  """Settings with which the explorer collects a stage's rollouts."""
+  """Returns the settings with which the explorer collects a stage's rollouts."""
   config, source = setup.config, stage_config.source
   return ExplorerConfig(
     stage=stage.name,
@@ -149,14 +149,14 @@ def _explorer_config(setup: Setup, stage: Stage, stage_config: StageConfig) -> E
 
 
 def _demonstrations(setup: Setup, stage: Stage, source: Rollouts) -> StreamBatches:
-  """Demonstrations that join each batch of rollouts."""
+  """Returns the demonstrations that join each batch of rollouts."""
   file = demonstrations_file(stage.name)
   stream = RowStream(setup.workdir, file, rows=source.expert_rows, seed=setup.config.seed)
   return StreamBatches(stream, events=setup.process.events)
 
 
 def _bounds(setup: Setup, prepared: Prepared) -> Bounds:
-  """Limits of the run's sequences."""
+  """Returns the limits of the run's sequences."""
   longest = setup.config.rollout.max_length
   return Bounds(vocab_size=prepared.spec.vocab_size, max_length=longest)
 
@@ -177,7 +177,7 @@ def _followed(
     deadline_s=config.rollout.collect_deadline_s,
   )
   run = pathlib.Path(source.run).expanduser()
-  # Longer samples than the stage trains on are left out, and not refused.
+  # The stage leaves out samples that are too long for it. They are not errors.
   bounds = Bounds(vocab_size=prepared.spec.vocab_size, max_length=_LONGEST_ROW)
   return FollowedBatches(
     followed,

@@ -5,7 +5,8 @@ It uses hard links where the file system has them, and copies otherwise. It ther
 its parent any longer, and the parent, which may be running, is not changed.
 
 Invariant: a branch is built in `<workdir>.branching`, which is renamed to `<workdir>` when the
-branch is complete. If the process is killed before, the next start replaces `<workdir>.branching`.
+branch is complete. If the process is killed before that, the next start replaces
+`<workdir>.branching`.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class Branch:
       )
     if parent.reset != self.reset:
       raise UserError(
-        f'--workdir={path}: holds a run that {parent}, and the command asks for it without its '
+        f'--workdir={path}: holds a run that {parent}, and the command resets '
         f'{", ".join(self.reset) or "nothing"}; resume it without --branch_from, or choose another '
         '--workdir'
       )
@@ -153,10 +154,10 @@ def find_origin(branch: Branch, config: Config) -> Fork:
   """
   run, where = branch.run, f'--branch_from={branch.run}'
   if not (run / CONFIG).is_file():
-    raise UserError(f'{where}: no run is there ({CONFIG} is missing); name the directory of a run')
+    raise UserError(f'{where}: not the directory of a run ({CONFIG} is missing)')
   commits = committed_steps(run)
   if not commits:
-    raise UserError(f'{where}: the run has no commit yet; wait for its first')
+    raise UserError(f'{where}: the run has no commit yet; wait for the first')
   step = commits[-1] if branch.step is None else branch.step
   if step not in commits:
     raise UserError(
@@ -195,8 +196,8 @@ def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str],
     if names := unknown_bests(taken.host, config, stages):
       raise UserError(
         f'--branch_from={branch.run}:{origin.step}: a later stage begins with the best weights of '
-        f'{names[0]} (init_from), and the commit names no evaluation of it; name other weights, or '
-        'branch from a commit before its end'
+        f'{names[0]} (init_from), but the commit has no evaluation of that stage; name other '
+        'weights, or branch from a commit before its end'
       )
     bests = committed_bests(taken.host, config, stages)
     _take_needed(origin, workdir, commits_needed(config, stages, origin.step, bests))
@@ -328,8 +329,8 @@ def check_shapes(origin: Fork, workdir: Workdir, wanted: Mapping[str, Any]) -> N
   where = f'--branch_from={origin.branch.run}:{origin.step}'
   if committed.keys() != wanted.keys():
     raise UserError(
-      f'{where}: the commit holds {sorted(committed)}, and the algorithm of the stage needs '
-      f'{sorted(wanted)}; end this stage at the commit (its steps) and add one with the new '
+      f'{where}: the commit contains {sorted(committed)}, but the algorithm of the stage needs '
+      f'{sorted(wanted)}; end this stage at the commit (its `steps`), and add a stage with the new '
       'algorithm'
     )
   for role, state in wanted.items():
@@ -339,7 +340,7 @@ def check_shapes(origin: Fork, workdir: Workdir, wanted: Mapping[str, Any]) -> N
         raise UserError(
           f'{where}: another model: parameter {name} of {role} has shape '
           f'{committed[role].get(name)} in the commit, and the configuration makes it '
-          f'{shapes.get(name)}; leave the model as the parent has it'
+          f"{shapes.get(name)}; keep the parent's model"
         )
 
 
@@ -353,8 +354,8 @@ def _check_parked(origin: Fork, config: Config, host: Mapping[str, Any]) -> None
   if parked:
     raise UserError(
       f'--branch_from={origin.branch.run}:{origin.step}: {parked} groups of this commit wait to be '
-      'continued, and the configuration has no rollout.partial; leave it as the parent has it, or '
-      'add --reset_data'
+      "continued, but the configuration has no rollout.partial; keep the parent's value, or add "
+      '--reset_data'
     )
 
 

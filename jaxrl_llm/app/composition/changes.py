@@ -1,8 +1,8 @@
 """Rules for changes to the configuration of a run that is resumed or branched.
 
-A resumed run may change whatever does not alter the meaning of anything stored: weights, optimizer
-state, position in the data, rollouts and their rewards. A branch may also change settings that
-affect only later steps, and settings of the parts that it resets.
+A resumed run may change every setting that does not alter the meaning of stored state: weights,
+optimizer state, position in the data, rollouts and their rewards. A branch may also change settings
+that affect only later steps, and settings of the parts that it resets.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ MAY_CHANGE = (
 listed here, because other rules apply to them: optimizers, numbers of steps, the engine's servers,
 and tasksets that are used only for evaluation.
 """
-_STAGES = "the stage's batches and its committed state follow from it"
+_STAGES = "it determines the stage's batches and committed state"
 _WHY = {
   'name': 'it names the run',
-  'seed': 'all random draws follow from it',
+  'seed': 'it determines all random draws',
   'policy': 'the committed weights are those of this model',
   'tasksets': 'the run counts its position in this data',
   'preferences': 'the run counts its position in this data',
@@ -58,7 +58,7 @@ _WHY = {
   'rewards': 'stored rollouts were scored with it',
   'reward_model': 'stored rollouts were scored with it',
   'rollout': 'stored rollouts were sampled with it',
-  'learner': 'batches are packed by it',
+  'learner': 'it determines how batches are packed',
   'stages': 'a run keeps its stages and their order',
 }
 """Reason why a part of the configuration may not change, keyed by the first name of its key."""
@@ -202,7 +202,7 @@ class _Rules:
       or (part == 'learner' and self._of_optimizer(change, rest, [None, None]))
     ):
       return None
-    return Refused(change, _WHY.get(part, 'the run was made with it'))
+    return Refused(change, _WHY.get(part, 'the run was started with it'))
 
   def misfit(self, change: Change) -> tuple[str, Reset | None]:
     """Returns the reason why a branch cannot make a change, and the part to reset that would permit
@@ -216,7 +216,7 @@ class _Rules:
       return self._misfit_of_stage(change, name, field)
     policy = self._sides[1]['policy']
     if change.key.startswith('rollout.max_'):
-      return 'tasks and rows are chosen by it', 'data'
+      return 'it determines which tasks and rows are kept', 'data'
     if affected := self._compared(part, name, self._begun):
       return affected, 'data'
     if is_below(change.key, (*self._free, *_OF_BRANCHES)):
@@ -224,16 +224,16 @@ class _Rules:
     if part in ('tasksets', 'preferences', 'examples'):
       return (_WHY[part], 'data') if not name or name in self._begun else ('', None)
     if change.key in ('seed', 'policy.init_from') and (stage := self._beginning_anew()):
-      return f'stage {stage} begins with the weights with which the run began', None
+      return f'stage {stage} begins with the initial weights of the run', None
     if part == 'seed' and (policy['lora'] is None or policy['init_from'] is not None):
       return _WHY[part], 'data'
     if change.key == 'policy.init_from' and policy['lora'] is None:
       return '', None  # The branch uses the weights of the commit, so only their shapes must agree.
-    return _WHY.get(part, 'the run was made with it'), 'store' if part == 'rewards' else None
+    return _WHY.get(part, 'the run was started with it'), 'store' if part == 'rewards' else None
 
   def _beginning_anew(self) -> str:
-    """Returns the name of a stage after the commit that starts from the run's first weights; empty
-    if there is none.
+    """Returns the name of a stage after the commit that starts from the run's initial weights;
+    empty if there is none.
     """
     names = [stage['name'] for stage in self._sides[1]['stages'] if BASE in stage['init_from']]
     later = (self._step, self._step)
@@ -265,8 +265,8 @@ class _Rules:
       )
       if comparing and altered and taskset['name'] in trained - {name}:
         return (
-          f'processor {comparing[0]} drops tasks of {taskset["name"]}, which is trained on, by '
-          'those of evaluations and of earlier tasksets'
+          f'processor {comparing[0]} compares {taskset["name"]}, which is trained on, with '
+          'evaluations and earlier tasksets'
         )
     return ''
 
@@ -274,12 +274,14 @@ class _Rules:
     if name not in self._spans or not field:
       begun = [name for name, (start, _) in self._spans.items() if start < self._step]
       kept = [stage['name'] for stage in self._sides[1]['stages'][: len(begun)]]
-      return ('' if kept == begun else f'the commit was made in these stages: {begun}'), None
+      return (
+        '' if kept == begun else f'up to the commit, the run began these stages: {begun}'
+      ), None
     start, end = self._spans[name]
     if field == 'steps' and start < self._step:
       done = min(end, self._step) - start
       right = change.after == done if end < self._step else change.after >= done
-      return ('' if right else f'the commit comes after {done} of them'), None
+      return ('' if right else f'the commit comes after {done} steps of the stage'), None
     is_selected = field.startswith('source.selection') and self._has_rows(name)
     free = is_below(change.key, _OF_BRANCHES) and not is_selected
     if not start < self._step <= end or free or field == 'steps':
@@ -296,11 +298,11 @@ class _Rules:
   def _of_stage(self, change: Change, name: str, field: str) -> Refused | None:
     start, end = self._spans[name]
     if end < self._step:
-      return Refused(change, f'the run left this stage at step {end}', newest=end)
+      return Refused(change, f'the run completed this stage at step {end}', newest=end)
     if field == 'steps':
       done = self._step - start
       return (
-        Refused(change, f'{done} of them are done', newest=start + change.after)
+        Refused(change, f'{done} steps of the stage are completed', newest=start + change.after)
         if change.after < done
         else None
       )

@@ -58,10 +58,9 @@ def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
   given = {name: value for name, value in scorer.options.items() if value is not None}
   if missing := sorted({'mode', 'extraction'} - {*kept, *given}):
     raise UserError(
-      f'rewards.scorers.{scorer.name}.options: {" and ".join(missing)} of the run are unknown: a '
-      'version with defaults '
-      "mode 'exact' and extraction 'whole' started it; resume it with that version, or start "
-      'another run'
+      f'rewards.scorers.{scorer.name}.options: {" and ".join(missing)} of the run are unknown, '
+      "because an earlier version started it, with the defaults mode 'exact' and extraction "
+      "'whole'; resume it with that version, or start another run"
     )
   return dataclasses.replace(scorer, options={**scorer.options, **kept, **given})
 

@@ -21,7 +21,7 @@ def engine_setting(
   registry: Registry | None = None,
   events: Events = SILENT,
 ) -> EngineSetting:
-  """Returns the settings of the run that an engine needs in order to be built.
+  """Returns the settings of the run with which an engine is built.
 
   Args:
     registry: registry of the run. None if the run has none, or if no engine will be started.

@@ -15,8 +15,8 @@ class WorkdirInUse(UserError):
 
 
 def lock(path: pathlib.Path, *, named: pathlib.Path) -> TextIO:
-  """Locks the run directory `path`, which is created if necessary. Closing the returned file, or
-  the end of the process in any way, releases the lock.
+  """Locks the run directory `path`, which is created if necessary. The lock is released when the
+  returned file is closed or the process ends.
 
   Args:
     named: path by which errors name the directory.

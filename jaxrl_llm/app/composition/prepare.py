@@ -68,7 +68,7 @@ class Prepared:
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
   lengths: Mapping[str, Sequence[int]]
   """Sequence lengths in tokens of all rows or of a sample of them, keyed by the name of the stage.
-  Only stages that learn from static data are in it.
+  Contains only stages that learn from static data.
   """
 
 
@@ -255,7 +255,8 @@ def check_scored(taskset: Taskset, rewards: RewardsConfig) -> None:
     if rewards.correct_by is not None and rewards.correct_by not in scorers:
       raise UserError(
         f'rewards.correct_by: {rewards.correct_by!r} does not judge domain {domain!r} of taskset '
-        f'{taskset.name}, so nothing there would be correct; let it judge all, or remove correct_by'
+        f'{taskset.name}, so no answer there would be correct; let it judge all domains, or '
+        'remove correct_by'
       )
 
 
@@ -371,7 +372,7 @@ def _preferences(
   if not source.source.startswith('taskset:'):
     if source.wrong:
       raise UserError(
-        f"preferences.{source.name}.wrong: a file's rows bring their rejected answers; use rejected"
+        f'preferences.{source.name}.wrong: rows of a file contain rejected answers; use `rejected`'
       )
     return load_preferences(source)
   name = source.source.removeprefix('taskset:')
@@ -381,8 +382,8 @@ def _preferences(
     )
   if next(taskset for taskset in config.tasksets if taskset.name == name).processors:
     raise UserError(
-      f'preferences.{source.name}.source: taskset {name} has processors, and they do not drop '
-      'pairs; take pairs of a taskset without processors'
+      f'preferences.{source.name}.source: taskset {name} has processors, which do not apply to '
+      'pairs; use a taskset without processors'
     )
   if source.chosen is None or not source.wrong:
     raise UserError(
@@ -392,7 +393,7 @@ def _preferences(
     default = field.default if field.default is not dataclasses.MISSING else {}
     if field.name not in _OF_TASKS and getattr(source, field.name) != default:
       raise UserError(
-        f'preferences.{source.name}.{field.name}: pairs of a taskset take this from it; remove it'
+        f'preferences.{source.name}.{field.name}: the taskset determines it; remove it'
       )
   return pairs_of_tasks(
     tasksets[name], chosen=source.chosen, rejected=source.wrong, count=source.size, name=source.name

@@ -64,7 +64,7 @@ def copy_recorded(
   groups = [*stored.read(() if source.stage is None else (source.stage,))]
   if (largest := max(map(len, groups), default=0)) > source.group_size:
     raise UserError(
-      f'stages.{stage.name}.source.group_size: {source.group_size}, and {source.run} stored groups '
+      f'stages.{stage.name}.source.group_size: {source.group_size}, but {source.run} stored groups '
       f'of {largest}; raise it'
     )
   left_out = dict(stored.left_out) or 'none'
@@ -83,14 +83,14 @@ def _check_fills(
   if len(groups) < source.groups_per_batch:
     raise UserError(
       f'stages.{stage.name}.source: {len(groups)} groups of {source.run} do not fill a batch of '
-      f'{source.groups_per_batch} (left out: {left_out}); name the tasksets that it rolled '
-      'out, or lower groups_per_batch'
+      f'{source.groups_per_batch} (left out: {left_out}); name the tasksets of that '
+      'run, or lower groups_per_batch'
     )
   least = sum(sorted(map(len, groups))[: source.groups_per_batch])
   if least < stage.minibatches:
     raise UserError(
-      f'stages.{stage.name}.minibatches: {stage.minibatches}, and the smallest '
-      f'{source.groups_per_batch} groups of {source.run} have {least} sequences; lower it'
+      f'stages.{stage.name}.minibatches: {stage.minibatches}, but the smallest '
+      f'{source.groups_per_batch} groups of {source.run} have only {least} sequences; lower it'
     )
 
 
@@ -130,11 +130,11 @@ def recorded_config(where: str, run: pathlib.Path) -> RecordedConfig:
 def check_same_tokenizer(
   where: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer
 ) -> None:
-  """Raises UserError if the recorded run had another vocabulary, so that its token ids have other
+  """Raises UserError if the recorded run has another vocabulary, so that its token ids have other
   meanings. The message begins with `where`.
   """
   if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
     raise UserError(
-      f'{where}: {run} had another vocabulary ({directory}); start from its '
+      f'{where}: {run} has another vocabulary ({directory}); start from its '
       'checkpoint, or use the same tasksets and policy.tokenizer'
     )

@@ -1,5 +1,5 @@
-"""Opens the resources of process 0, such as engine, scorers, store and logs. Only the modules of
-this package name the classes that implement them.
+"""Opens the resources of process 0, such as engine, scorers, store and logs. Only this package
+chooses the classes that implement them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
 
 
 def _open_shared(setup: Setup, prepared: Prepared, store: ReplayStore, step: int) -> None:
-  """Writes, for the run that trains on this run's rollouts, the step at which this start continues.
+  """Writes the step at which this run continues, for the run that trains on its rollouts.
 
   Does nothing if no stage generates rollouts for another run.
   """

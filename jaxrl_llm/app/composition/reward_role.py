@@ -23,7 +23,7 @@ from jaxrl_llm.tasks.tokenizer import Tokenizer
 from jaxrl_llm.weights.hf import read_spec
 
 _END_BYTES = 1 << 20
-"""Number of bytes at the end of each of a model's files that the model's fingerprint covers."""
+"""Number of bytes at the end of each file that the fingerprint of a model covers."""
 _FINGERPRINTED = ('config.json', 'tokenizer*', 'chat_template*', '*.safetensors')
 """Patterns of the files that the fingerprint covers."""
 _SEQUENCES_PER_RANK = 64
@@ -49,9 +49,7 @@ class RewardModelFiles(NamedTuple):
     return build_model(self.spec, ModelOptions(dtype=dtype, param_dtype=dtype), mesh)
 
   def fingerprint(self) -> str:
-    """Returns a digest of the model's configuration and tokenizer, and of the end of each weight
-    file.
-    """
+    """Returns a digest of the name, size and end of each file of the model (`_FINGERPRINTED`)."""
     digest = hashlib.sha256()
     found = {file for pattern in _FINGERPRINTED for file in self.directory.glob(pattern)}
     for file in sorted(found):
@@ -92,7 +90,7 @@ class TrainerRewardModel(NamedTuple):
   """Fingerprint of the model's files. Commits contain it, but not the model."""
 
   def role(self, *, leads: bool) -> RewardRole:
-    """Returns the role in a process of the trainer. Process 0 alone `leads`, and tokenizes."""
+    """Returns the role in a process of the trainer. Only process 0 `leads`: it also tokenizes."""
     return RewardRole(self.scoring, self.files.tokenizer() if leads else None)
 
   def read(self, mesh: Mesh) -> Params:
@@ -114,8 +112,8 @@ class TrainerRewardModel(NamedTuple):
 
 def _changed(directory: pathlib.Path, found: str, wanted: str) -> str:
   return (
-    f'reward_model.init_from: the model in {directory} is no longer the one that the run began '
-    f'with (fingerprint {found}, wanted {wanted}); restore it, or start another run'
+    f'reward_model.init_from: the model in {directory} has changed since the run began '
+    f'(fingerprint {found}, wanted {wanted}); restore it, or start another run'
   )
 
 

@@ -120,6 +120,6 @@ def _with_key(config: ExplorersConfig, registry: Registry | None) -> ExplorersCo
 def _announced(
   registry: Registry, name: str, address: str
 ) -> contextlib.AbstractAsyncContextManager[None]:
-  """Returns a context manager during whose block the run is announced to explorers at `address`."""
+  """Returns a context manager that announces the run to explorers at `address` during its block."""
   lease = Lease(kind=Kind.MASTER, name=service_name(name), address=public_address(address))
   return registered(registry, lease)

@@ -1,4 +1,4 @@
-"""Reads the config.json of a run, and converts the forms of earlier versions to the current one."""
+"""Reads the config.json of a run, and converts that of an earlier version to the current form."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Setup:
   """Registry of the run. None in processes other than process 0, and in runs without a registry."""
   next_attempt: Callable[[], int] | None = None
   """Function that counts a new attempt of the run and returns its number. None in processes other
-  than process 0, and if the weights are not published.
+  than process 0, and in runs that are reopened offline.
   """
   explorer_command: ExplorerCommand
   """Function that returns the command line of an explorer process. It is passed in because the

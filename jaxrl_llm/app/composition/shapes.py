@@ -112,8 +112,8 @@ def _chunk_len(config: Config, mesh: Mesh) -> int:
   chunk_len = config.learner.chunk_len or -(-longest // multiple) * multiple
   if chunk_len % sequence:
     raise UserError(
-      f'learner.chunk_len: {chunk_len} tokens cannot be cut over learner.mesh.sequence={sequence} '
-      'devices; wanted a multiple of it'
+      f'learner.chunk_len: {chunk_len} tokens cannot be split over '
+      f'learner.mesh.sequence={sequence} devices; wanted a multiple of it'
     )
   if chunk_len < longest:
     raise UserError(

@@ -85,7 +85,7 @@ def check_allocator(config: Config, platform: str, environ: Mapping[str, str] = 
   if kept:
     settings = ' '.join(f'{name}={value}' for name, value in _RELEASING.items())
     raise UserError(
-      f'phases: XLA keeps what the trainer frees ({kept}), so that {found}: '
+      f'phases: XLA keeps the memory that the trainer frees ({kept}), so that {found}: '
       f'{found.total:.0%} in the rollout phase; set {settings}, or give the servers GPUs of their '
       'own (rollout.vllm.devices)'
     )

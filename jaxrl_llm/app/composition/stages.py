@@ -97,7 +97,7 @@ def _stage(
   where = f'stages.{stage.name}'
   if optimizer is None:
     raise UserError(
-      f'{where}.optimizer: missing, and learner.optimizer too; give one with its peak_lr'
+      f'{where}.optimizer: missing, as is learner.optimizer; set one of them, with its peak_lr'
     )
   algorithm = build_algorithm(stage.algorithm, _setting(stage, config))
   _check_stage(stage, config, algorithm)
@@ -161,12 +161,12 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
   if name == 'sft' and groups and not imitates:
     raise UserError(
       f'{where}.source: sft learns from demonstrations; set Demonstrations or Examples, or imitate '
-      "the policy's own best by "
-      "Rollouts or Stored with selection.kind='shortest_correct', 'best' or 'above'"
+      "the policy's best answers: Rollouts or Stored with selection.kind='shortest_correct', "
+      "'best' or 'above'"
     )
   if imitates and name in ALGORITHMS and name != 'sft':
     raise UserError(
-      f'{where}.source.selection: imitates answers of a group, which {name} does not; use sft'
+      f'{where}.source.selection: selects answers to imitate, and {name} imitates none; use sft'
     )
   if not groups and name in ALGORITHMS and name not in OFFLINE:
     raise UserError(
@@ -175,11 +175,12 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
     )
   if (name == 'mix') != bool(expert_rows) and name in ALGORITHMS:
     raise UserError(
-      f'{where}.source.experts: mix needs expert rows besides its rollouts, and only mix uses them'
+      f'{where}.source.experts: mix needs expert rows in addition to rollouts, and only mix uses '
+      'them'
     )
   if algorithm.head == 'scalar' and groups:
     raise UserError(
-      f'{where}.source: {name} trains a model of one score, which generates nothing; set Pairs, '
+      f'{where}.source: {name} trains a reward model, which generates no text; set Pairs, '
       "or Stored with run=… and selection.kind='pairs' or 'margin'"
     )
   _check_reference(stage, config, algorithm)
@@ -199,7 +200,7 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
     and source.sequences % (stage.minibatches * source.unit)
   ):
     raise UserError(
-      f'{where}.minibatches: {source.sequences} sequences cannot be dealt evenly into '
+      f'{where}.minibatches: {source.sequences} sequences cannot be divided evenly into '
       f'{stage.minibatches} minibatches' + (' of pairs' if pairs else '')
     )
 
@@ -216,29 +217,29 @@ def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> Non
   for field, units in least.items():
     if units is not None and units < stage.minibatches:
       raise UserError(
-        f'{where}.minibatches: {stage.minibatches} need rows of each kind, and source.{field} '
-        f'gives {units}; lower minibatches or raise it'
+        f'{where}.minibatches: {stage.minibatches}, and each needs rows of each kind, but '
+        f'source.{field} gives {units}; lower minibatches, or raise source.{field}'
       )
   _check_processors(stage.name, source, config)
   _check_delayed(stage.name, source, config)
   selection = source.selection
   if config.rollout.max_steps > 1 and (selection.pairs or selection.imitates):
     raise UserError(
-      f'{where}.source.selection: {selection.kind!r} takes one sequence of a rollout, and '
-      f'rollout.max_steps={config.rollout.max_steps} permits several; set it to 1, or selection to '
-      "'all' or 'mixed'"
+      f'{where}.source.selection: {selection.kind!r} needs rollouts of one sequence, and '
+      f'rollout.max_steps={config.rollout.max_steps} permits several; set max_steps to 1, or '
+      "selection.kind to 'all' or 'mixed'"
     )
   if source.past is not None and source.group_size % (stage.minibatches * source.unit):
     raise UserError(
-      f'{where}.minibatches: with earlier groups the number of groups in a batch varies, so that '
-      f'each must divide evenly; group_size {source.group_size} does not divide into '
+      f'{where}.minibatches: with source.past, the number of groups in a batch varies, so each '
+      f'group must be divided evenly; group_size {source.group_size} cannot be divided into '
       f'{stage.minibatches} minibatches'
     )
 
 
 def _check_delayed(stage: str, source: Rollouts, config: Config) -> None:
-  """Raises UserError if samples of the stage would wait for delayed rewards, and another setting
-  does not allow it.
+  """Raises UserError if samples of the stage wait for delayed rewards, but another setting does not
+  allow this.
   """
   scorers = [
     scorer
@@ -249,7 +250,9 @@ def _check_delayed(stage: str, source: Rollouts, config: Config) -> None:
   for scorer in scorers:
     options, reason, where = build_scorer(scorer), '', f'stages.{stage}'
     if source.bound < 1:
-      reason = f'{where}.source.bound {source.bound}; wanted 1 or more, since samples that wait age'
+      reason = (
+        f'{where}.source.bound {source.bound}; wanted at least 1, since samples age as they wait'
+      )
     elif config.rollout.partial is not None:
       reason = 'rollout.partial; remove it'
     elif config.rollout.max_steps > 1:
@@ -277,8 +280,8 @@ def _check_partial(stage: StageConfig, config: Config, algorithm: Algorithm) -> 
   if partial is not None and partial.loss != 'current_only' and not algorithm.corrects:
     raise UserError(
       f'stages.{stage.name}.algorithm: rollout.partial.loss {partial.loss!r} trains on tokens of '
-      f'older weights, which {stage.algorithm.name} does not correct here; set its rollout_is to '
-      "'token', or loss to 'current_only'"
+      f'older weights, for which {stage.algorithm.name} has no correction here; set its rollout_is '
+      "to 'token', or loss to 'current_only'"
     )
 
 
@@ -291,14 +294,14 @@ def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
   for processor in source.processors:
     if processor.implementation == 'repetition' and config.rollout.repetition_detection is None:
       raise UserError(
-        f'stages.{stage}.source.processors: {processor.name} acts on answers that '
-        'rollout.repetition_detection ended, which is not set; set it, or remove the processor'
+        f'stages.{stage}.source.processors: {processor.name} needs rollout.repetition_detection, '
+        'which is not set; set it, or remove the processor'
       )
     key = processor.options.get('key')
     if processor.implementation == 'shape' and key.split('/')[0] not in scorers:
       raise UserError(
-        f'stages.{stage}.source.processors: {processor.name} shapes by {key!r}, and no scorer is '
-        f'called {key.split("/")[0]!r}; configured are {sorted(scorers)}'
+        f'stages.{stage}.source.processors: {processor.name} uses the key {key!r}, and no scorer '
+        f'is named {key.split("/")[0]!r}; configured are {sorted(scorers)}'
       )
 
 
@@ -311,8 +314,8 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
     return
   if rule.ema is not None and config.policy.param_dtype != 'float32':
     raise UserError(
-      f'{where}: reference.ema averages in the type of the parameters, and '
-      f'{config.policy.param_dtype} rounds its small steps away; use param_dtype=float32, or '
+      f'{where}: reference.ema averages in the data type of the parameters, and '
+      f'{config.policy.param_dtype} is too coarse for its small steps; use param_dtype=float32, or '
       'reference.every'
     )
   if rule.ema is not None and config.policy.lora is not None:
@@ -322,7 +325,7 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
     )
   if rule.every == 1 and isinstance(stage.source, Pairs):
     raise UserError(
-      f'{where}: pairs are compared with a fixed reference; reference.every=1 has none'
+      f'{where}: pairs are compared with a fixed reference, which reference.every=1 does not keep'
     )
   if rule.every == 1 and stage.minibatches * stage.epochs == 1:
     text = (
@@ -343,16 +346,16 @@ def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
   }
   if len(set(heads.values())) > 1:
     raise UserError(
-      f'stages: {heads} train models of different outputs; train them in separate runs'
+      f'stages: {heads} train models with different outputs; train them in separate runs'
     )
   (head,) = set(heads.values())
   if head == 'scalar' and config.evaluation:
     raise UserError(
-      'evaluation: a reward model generates nothing; measure it on held-out pairs (source.held_out)'
+      'evaluation: a reward model generates no text; measure it on held-out pairs (source.held_out)'
     )
   if head == 'lm' and spec.head != 'lm':
     raise UserError(
-      f'policy.init_from: a model with one output ({spec.head}), which generates nothing; name a '
+      f'policy.init_from: a model with one output ({spec.head}), which generates no text; wanted a '
       'language model'
     )
   return with_head(spec, head)

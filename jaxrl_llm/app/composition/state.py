@@ -63,9 +63,9 @@ def origins(stage: Stage, config: Config) -> tuple[str, ...]:
 def commits_needed(
   config: Config, stages: Sequence[Stage], step: int, bests: Mapping[str, tuple[float, int]]
 ) -> frozenset[int]:
-  """Returns the steps of the commits whose weights are needed by stages that begin after `step`.
-  For a stage that has not ended, this includes the best evaluation so far if a later stage begins
-  with its best one.
+  """Returns the steps of the commits whose weights are needed by stages that begin after `step`. If
+  a later stage begins with the best weights of a stage that has not ended, the commit of the best
+  evaluation so far is included.
 
   Args:
     bests: as in `LoopState.bests`.
@@ -126,7 +126,7 @@ def unknown_bests(
 
 
 def _has_ended(stage: Stage, committed: Mapping[str, Any]) -> bool:
-  """Whether the stage, including its last evaluation, was complete at a commit."""
+  """Returns whether the stage, including its last evaluation, was complete at a commit."""
   step = committed['step']
   return stage.end < step or (stage.end == step and committed['evaluated'])
 
@@ -140,7 +140,7 @@ def starting_state(stage: Stage, setup: Setup, state: LoopState) -> LoopState:
 
   Raises:
     UserError: a commit from which the stage takes weights no longer exists, or the stage begins
-      with the best weights of a stage whose evaluations measured nothing.
+      with the best weights of a stage whose evaluations had no scored answer.
   """
   names = origins(stage, setup.config)
   weights = [_weights_of(name, stage, setup, state) for name in names]
@@ -163,8 +163,8 @@ def _weights_of(name: str, stage: Stage, setup: Setup, state: LoopState) -> Para
     logging.info('%s: %s is step %d, with accuracy %.3f', where, name, step, accuracy)
   else:
     raise UserError(
-      f'{where}: {name!r}, and no evaluation of {of_best} had an answer with a score; branch with '
-      'another init_from'
+      f'{where}: {name!r}, but no evaluation of {of_best} had a scored answer; branch with another '
+      'init_from'
     )
   if step == stage.start:
     return state.learned.policy.params

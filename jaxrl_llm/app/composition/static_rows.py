@@ -118,7 +118,8 @@ def write_pairs(
   )
   if not fitting:
     raise UserError(
-      f'preferences.{source.name}: no pair has at most {longest} tokens a side; raise the lengths'
+      f'preferences.{source.name}: every pair has a side of more than {longest} tokens; raise the '
+      'lengths'
     )
   path.parent.mkdir(parents=True, exist_ok=True)
   write_segment(path.parent, path.name, [encode(sample) for both in fitting for sample in both])
@@ -156,6 +157,6 @@ def check_fills(stage: StageConfig, workdir: pathlib.Path) -> None:
       f'a batch of {batch}; add rows, or lower sequences_per_batch'
     )
   logging.info(
-    'stage %s: %d sequences, %.1f steps an epoch, %.1f epochs',
+    'stage %s: %d sequences, %.1f steps per epoch, %.1f epochs',
     *(stage.name, count, count / batch, stage.steps * batch / count),
   )

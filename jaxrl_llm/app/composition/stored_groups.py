@@ -35,8 +35,8 @@ class StoredGroups:
   max_steps: int = 1
   """Maximum number of steps of a trajectory."""
   is_own: bool = False
-  """Whether the groups belong to the running run. Their prompts are then not compared with the
-  tasks' prompts, because the same workflow has encoded them.
+  """Whether the groups belong to this run. Their prompts are then not compared with the tasks'
+  prompts, because the same workflow has encoded them.
   """
   where: str
   """Dotted key of the stage's source in the configuration, for messages."""

@@ -100,12 +100,12 @@ def _write(stage: StageConfig, groups: StoredGroups, workdir: pathlib.Path) -> N
   if not rows:
     raise UserError(
       f'{groups.where}: selection {source.selection.kind!r} accepts no sample of the {count} '
-      f'groups of {", ".join(source.stages)} (left out: {left_out}); select otherwise '
-      '(with --branch_from), or let those stages explore longer'
+      f'groups of {", ".join(source.stages)} (left out: {left_out}); change the '
+      'selection (with --branch_from), or let those stages explore longer'
     )
   if len(rows) < source.sequences:
     logging.warning(
-      'stage %s: %d sequences do not fill a batch of %d, so that batches repeat them',
+      'stage %s: %d sequences do not fill a batch of %d, so batches repeat sequences',
       *(stage.name, len(rows), source.sequences),
     )
   path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Versions of the weights that pass between two runs, of which one explores and the other trains.
+"""Exchanges versions of the weights between two runs, one of which explores while the other trains.
 
 The training run exports its policy to `versions/` in its run directory. The exploring run takes the
 newest version there, and records in its store's directory from which version the weights of each
@@ -42,7 +42,9 @@ _MAX_BYTES = 1 << 16
 
 
 class FollowedVersions:
-  """Exported versions from which the weights of this run's attempts were taken: a file for each."""
+  """Exported versions from which this run took the weights of its attempts, in one file per
+  attempt.
+  """
 
   def __init__(self, store: pathlib.Path):
     """
@@ -194,7 +196,7 @@ class VersionExchange:
       found(),
       name='version',
       owner='the loop',
-      waits_for=f'a version of the weights in {follow.run} (follow.deadline_s); is that run on?',
+      waits_for=f'weights of the run {follow.run} (follow.deadline_s); is that run active?',
       deadline_s=follow.deadline_s,
     )
 
@@ -224,6 +226,6 @@ class VersionExchange:
     length = wanted.max_position_embeddings
     if dataclasses.replace(found, max_position_embeddings=length) != wanted:
       raise UserError(
-        f'follow: {directory} holds another model ({found}), wanted {wanted}; start both runs from '
-        'the same checkpoint, or with the same policy.family and policy.model'
+        f'follow: {directory} contains another model ({found}), wanted {wanted}; start both runs '
+        'from the same checkpoint, or with the same policy.family and policy.model'
       )

@@ -45,7 +45,7 @@ CONFIG = 'config.json'
 ATTEMPT = 'attempt'
 """Name of the file with the number of the last attempt (start of the run)."""
 _MAX_DIGITS = 20
-"""Size limit of an attempt file in bytes. No number of starts is that long."""
+"""Size limit of an attempt file in bytes. No number of attempts has so many digits."""
 TOKENIZER, DATA = 'tokenizer', 'data'
 """Folders in the run directory for files derived from the configuration at the start: the
 tokenizer, and the static rows of stages.
@@ -53,8 +53,8 @@ tokenizer, and the static rows of stages.
 
 
 class Workdir:
-  """A locked run directory, which is created if necessary. The lock lasts until `close` or until
-  the process ends in any way.
+  """A locked run directory, which is created if necessary. The lock lasts until `close` is called
+  or the process ends.
   """
 
   def __init__(self, path: pathlib.Path, *, branching: bool = False):
@@ -108,7 +108,7 @@ class Workdir:
       The changes to the configuration of a run with commits, which `record` writes.
 
     Raises:
-      UserError: changes that may not be made.
+      UserError: the configuration has changes that are not permitted.
     """
     adopted = check_configuration(self.path, config)
     if adopted is not None:
@@ -234,8 +234,8 @@ def check_configuration(path: pathlib.Path, config: Config) -> tuple[Change, ...
   if not (path / CONFIG).exists():
     if commits:
       raise UserError(
-        f'{path / CONFIG}: missing, so that no start can check its configuration against that of '
-        f'the commits in {path / "checkpoints"}; restore it, or choose another --workdir'
+        f'{path / CONFIG}: missing, so the configuration cannot be compared with that of the '
+        f'commits in {path / "checkpoints"}; restore it, or choose another --workdir'
       )
     return None
   old = saved_configuration(path)
@@ -291,8 +291,8 @@ def _refusal(
     )
   else:
     remedy = (
-      f'start another run in another --workdir (it has no commit up to step {newest} to branch '
-      f'from, it keeps {commits})'
+      f'start another run in another --workdir (it keeps no commit up to step {newest} to '
+      f'branch from, only those at {commits})'
     )
   return Unchangeable(
     f'{path}: the run cannot be resumed with these changes: {listed}{more}; resume it without '

@@ -64,7 +64,7 @@ def build_workflow(
   workflow = make(*given.args, **given.kwargs)
   if not isinstance(workflow, Workflow):
     raise UserError(
-      f'workflow {kind!r}: made a {type(workflow).__name__}, which has no `run` and `text`'
+      f'workflow {kind!r}: returned a {type(workflow).__name__}, which lacks `run` or `text`'
     )
   if isinstance(workflow, Episodes):
     workflow.max_steps = max_steps

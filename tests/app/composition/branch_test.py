@@ -299,7 +299,7 @@ def refused(text, config, target, reset=()):
 
 def test_what_cannot_be_branched_from_is_one_line(parent, config, tmp_path):
   target = tmp_path / 'branch'
-  assert 'no run is there' in refused(tmp_path / 'nowhere', config, target)
+  assert 'not the directory of a run' in refused(tmp_path / 'nowhere', config, target)
   assert 'no commit at this step; the run keeps those at 2, 3' in refused(
     f'{parent}:5', config, target
   )
@@ -381,8 +381,8 @@ def test_a_half_made_branch_is_replaced_and_one_that_fails_leaves_nothing(parent
     ({'rollout.max_response_length': '9'}, (), r'add --reset_data'),
     ({'policy.model.hidden_size': '8'}, ('data', 'store'), r'of this model\).*--init_from'),
     ({'policy.scan_layers': 'true'}, (), r'of this model\)'),
-    ({'stages.sft.steps': '2'}, ('data',), r'comes after 1 of them'),
-    ({'stages.grpo.steps': '1'}, ('data',), r'comes after 2 of them'),
+    ({'stages.sft.steps': '2'}, ('data',), r'comes after 1 steps of'),
+    ({'stages.grpo.steps': '1'}, ('data',), r'comes after 2 steps of'),
     ({'seed': '3', 'stages.grpo.steps': '1'}, (), r'--init_from'),
   ],
 )
@@ -420,5 +420,5 @@ def test_a_branch_may_go_on_with_other_stages_but_not_without_those_of_its_commi
   stages = {'stages': json.dumps(more)}
   assert find_origin(branch, apply_overrides(config, stages)).step == 3
   for left in ([grpo], [grpo, sft]):
-    with pytest.raises(UserError, match='the commit was made in these stages'):
+    with pytest.raises(UserError, match='the run began these stages'):
       find_origin(branch, apply_overrides(config, {'stages': json.dumps(left)}))

@@ -72,7 +72,7 @@ def test_what_may_change(config, step, overrides):
 @pytest.mark.parametrize(
   ('step', 'key', 'value', 'why', 'newest'),
   [
-    (30, 'seed', '5', 'all random draws', None),
+    (30, 'seed', '5', 'random draws', None),
     (30, 'name', 'other', 'it names the run', None),
     (30, 'policy.model.hidden_size', '8', 'weights', None),
     (30, 'tasksets.train.size', '77', 'position in this data', None),
@@ -81,9 +81,9 @@ def test_what_may_change(config, step, overrides):
     (30, 'learner.chunks_per_rank', '3', 'packed', None),
     (30, 'stages.grpo.minibatches', '2', 'batches', None),
     (30, 'stages.grpo.optimizer.offload', 'true', 'batches', None),
-    (30, 'stages.grpo.steps', '9', '10 of them are done', 29),
-    (30, 'stages.sft.steps', '25', 'left this stage at step 20', 20),
-    (21, 'stages.sft.optimizer.peak_lr', '0.5', 'left this stage at step 20', 20),
+    (30, 'stages.grpo.steps', '9', '10 steps of the stage are completed', 29),
+    (30, 'stages.sft.steps', '25', 'completed this stage at step 20', 20),
+    (21, 'stages.sft.optimizer.peak_lr', '0.5', 'completed this stage at step 20', 20),
   ],
 )
 def test_what_may_not_change_and_why(config, step, key, value, why, newest):
@@ -118,14 +118,16 @@ def test_the_message_names_keys_reasons_and_a_commit_from_which_the_change_can_b
     workdir.adopt(longer)
   message = str(caught.value)
   assert '\n' not in message
-  assert 'stages.sft.steps: 20 in the run, 25 now (the run left this stage at step 20)' in message
-  assert 'seed: 0 in the run, 5 now (all random draws follow from it)' in message
+  refusal = 'stages.sft.steps: 20 in the run, 25 now (the run completed this stage at step 20)'
+  assert refusal in message
+  assert 'seed: 0 in the run, 5 now (it determines all random draws)' in message
   assert f"--branch_from='{tmp_path}/a run:10' --workdir='{tmp_path}/a run-branch'" in message
 
 
 def test_without_a_commit_to_branch_from_the_message_offers_none(config, tmp_path):
   workdir = run_of(tmp_path, config, 30)
-  with pytest.raises(Unchangeable, match=r'no commit up to step 20 .*it keeps \[30\]') as caught:
+  message = r'it keeps no commit up to step 20 .*only those at \[30\]'
+  with pytest.raises(Unchangeable, match=message) as caught:
     workdir.adopt(apply_overrides(config, {'stages.sft.steps': '25'}))
   assert 'branch_from' not in str(caught.value)
 
@@ -183,7 +185,7 @@ def test_what_a_processor_compares_training_tasks_with_stays(config, overrides, 
   changed = apply_overrides(deduplicated, overrides)
   found = refused(to_json(deduplicated), changed, 30)
   assert sorted(one.change.key for one in found) == sorted(keys)
-  assert all('processor dedup drops tasks of train' in one.why for one in found)
+  assert all('processor dedup compares train, which is trained on' in one.why for one in found)
   resets = [reset for _, reset in misfits(to_json(deduplicated), changed, 30)]
   assert resets == ['data'] * len(keys)
   alone = comparing(config, 'length')
@@ -208,7 +210,7 @@ def test_the_first_weights_stay_as_long_as_a_later_stage_begins_with_them(config
   again = dataclasses.replace(grpo, name='again', init_from=('base',))
   returning = dataclasses.replace(config, stages=(sft, grpo, again))
   (problem,) = misfits(to_json(returning), apply_overrides(returning, {key: text}), 30)
-  assert 'stage again begins with the weights with which the run began' in str(problem[0])
+  assert 'stage again begins with the initial weights of the run' in str(problem[0])
   assert problem[1] is None
   without = dataclasses.replace(config, stages=(sft, grpo))
   assert all(

@@ -98,7 +98,7 @@ def test_tokens_of_older_weights_need_an_algorithm_that_corrects_them(algorithm,
   )
   config = dataclasses.replace(config, rollout=rollout)
   if is_refused:
-    with pytest.raises(UserError, match="loss 'all' trains on tokens of older weights, which"):
+    with pytest.raises(UserError, match="loss 'all' trains on tokens of older weights, for which"):
       built(config)
   else:
     built(config)
@@ -167,7 +167,7 @@ def test_a_schedule_counts_the_updates_that_are_taken():
         ),
         policy=dataclasses.replace(config_of('dpo.py').policy, param_dtype='bfloat16'),
       ),
-      'rounds its small steps away',
+      'too coarse for its small steps',
     ),
     (
       dataclasses.replace(
@@ -178,7 +178,7 @@ def test_a_schedule_counts_the_updates_that_are_taken():
       ),
       "mean of adapters' factors",
     ),
-    (delayed(bound=0), 'bound 0; wanted 1 or more'),
+    (delayed(bound=0), 'bound 0; wanted at least 1'),
     (delayed(bound=3, max_age_versions=2), 'max_age_versions 2, below .*bound 3'),
     (delayed(bound=1, max_groups=1), 'max_groups 1, below .*groups_per_batch'),
     (delayed(bound=1, max_age_hours=0.0), 'max_age_hours is 0.0, wanted a positive number'),
@@ -198,7 +198,7 @@ def test_models_of_two_kinds_are_runs_of_their_own():
       dataclasses.replace(config, stages=(*config.stages, *config_of('reward_model.py').stages)),
       spec,
     )
-  with pytest.raises(UserError, match='generates nothing'):
+  with pytest.raises(UserError, match='generates no text'):
     model_spec(config, dataclasses.replace(spec, head='scalar', tie_word_embeddings=False))
 
 
@@ -322,7 +322,7 @@ def test_pairs_that_fit_apart_fit_where_they_share_prefixes():
 
 def test_pairs_are_not_of_trajectories_of_several_steps():
   for name in ('dpo.py:online', 'dpo.py:rejection'):
-    with pytest.raises(UserError, match=r'one sequence of a rollout, and rollout\.max_steps=2'):
+    with pytest.raises(UserError, match=r'rollouts of one sequence, and rollout\.max_steps=2'):
       built(stepwise(config_of(name), 2))
 
 

@@ -125,5 +125,5 @@ def test_a_stage_begins_with_the_mean_of_the_best_evaluation_and_the_end_of_anot
     lambda x, a, b: np.testing.assert_allclose(x, (a + b) / 2, rtol=1e-6),
     *(begun, weights[4], weights[8]),
   )
-  with pytest.raises(UserError, match="'best:sft', and no evaluation of sft had an answer"):
+  with pytest.raises(UserError, match="'best:sft', but no evaluation of sft had a scored answer"):
     starting_state(stages[-1], setup, dataclasses.replace(state, bests={}))

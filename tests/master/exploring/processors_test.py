@@ -332,15 +332,15 @@ def test_unsupported_processors_are_reported_before_loading():
     return (ProcessorConfig(name='shape', options={'key': key}),)
 
   assert len(build(processors=shaped('verifier/part'))) == 2
-  with pytest.raises(UserError, match="no scorer is called 'judge'; configured are"):
+  with pytest.raises(UserError, match="no scorer is named 'judge'; configured are"):
     build(processors=shaped('judge/part'))
   with pytest.raises(UserError, match=r"processor 'math:pi': wanted \(options dataclass"):
     build(processors=(ProcessorConfig(name='own', kind='math:pi'),))
-  with pytest.raises(UserError, match=r'rollout\.repetition_detection ended, which is not set'):
+  with pytest.raises(UserError, match=r'needs rollout\.repetition_detection, which is not set'):
     build(processors=(ProcessorConfig(name='repetition'),))
   past = PastConfig(groups=8, max_uses=2)
   assert len(build(past=past, minibatches=4)) == 2
-  with pytest.raises(UserError, match='group_size 8 does not divide into 16 minibatches'):
+  with pytest.raises(UserError, match='group_size 8 cannot be divided into 16 minibatches'):
     build(past=past, minibatches=16)
   with pytest.raises(
     UserError, match='3 tries of 2000 s are 6000 s, and the wait for a batch ends after'
