@@ -74,7 +74,7 @@ def test_what_cannot_be_measured_is_one_line(run, tmp_path):
     (line,) = evaluate(run, *flags, expect=2).splitlines()
     assert line.startswith('error: ') and told in line
   (line,) = evaluate(tmp_path / 'nowhere', expect=2).splitlines()
-  assert 'no run is there' in line
+  assert 'not the directory of a run' in line
   damaged = tmp_path / 'damaged'
   shutil.copytree(run, damaged)
   config = json.loads((damaged / 'config.json').read_text())

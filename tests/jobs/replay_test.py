@@ -114,9 +114,9 @@ def test_what_cannot_be_made_again_is_one_line(run, replay, tmp_path):
   (line,) = replay(copy, '--step=99', expect=2)
   assert 'has the steps 1 to 20' in line
   (line,) = replay(copy, expect=2, NPROC='1')
-  assert 'not bit for bit here' in line and "NPROC '2' → '1'" in line
+  assert 'cannot be replayed bit for bit here' in line and "NPROC '2' → '1'" in line
   (line,) = replay(tmp_path / 'nowhere', expect=2)
-  assert 'no run is there' in line
+  assert 'not the directory of a run' in line
   with sqlite3.connect(copy / 'replay/index.sqlite') as db:
     db.execute('DELETE FROM plans WHERE step = 18')
   (line,) = replay(copy, expect=2)

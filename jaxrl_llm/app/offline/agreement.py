@@ -31,11 +31,12 @@ class Agreement(NamedTuple):
 
 
 def krippendorff_alpha(units: Iterable[Sequence[float]]) -> float | None:
-  """Krippendorff's alpha for interval data, 1 − D_o / D_e: 1 is perfect agreement, 0 is chance.
+  """Computes Krippendorff's alpha for interval data, 1 − D_o / D_e: 1 is perfect agreement, and 0
+  is agreement by chance.
 
-  With n the number of values in all units of m_u ≥ 2 values, D_o is (1/n) Σ_u Σ_{i≠j} (v_ui −
-  v_uj)² / (m_u − 1), and D_e is Σ_{i≠j} (v_i − v_j)² / (n (n − 1)) over all pairs of these values.
-  Values of 0 and 1 give the same alpha as for nominal data.
+  Only units with m_u ≥ 2 values count; together they have n values. D_o is (1/n) Σ_u Σ_{i≠j} (v_ui
+  − v_uj)² / (m_u − 1), and D_e is Σ_{i≠j} (v_i − v_j)² / (n (n − 1)) over all pairs of these
+  values. If all values are 0 or 1, alpha is the same as for nominal data.
 
   Source: K. Krippendorff, "Computing Krippendorff's Alpha-Reliability" (2011), sections C and D.
 
@@ -56,7 +57,7 @@ def krippendorff_alpha(units: Iterable[Sequence[float]]) -> float | None:
 
 
 def _squares(values: Sequence[float]) -> float:
-  """Sum of the squared differences of all ordered pairs of values: 2 m Σ (v − mean)²."""
+  """Returns the sum of squared differences over all ordered pairs of values: 2 m Σ (v − mean)²."""
   mean = sum(values) / len(values)
   return 2 * len(values) * sum((value - mean) ** 2 for value in values)
 

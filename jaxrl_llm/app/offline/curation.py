@@ -1,4 +1,6 @@
-"""Selects the tasks of a taskset that are neither too easy, too hard nor guessable for a policy."""
+"""Selects the tasks of a taskset that are neither too easy nor too hard for a policy, and that it
+cannot guess.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ class CurateConfig:
         raise UserError(f'--{name}={getattr(self, name)}: wanted at least {least}')
     if not self.temperature > 0:
       raise UserError(
-        f'--temperature={self.temperature}: wanted above 0; attempts would all be the same'
+        f'--temperature={self.temperature}: wanted above 0; otherwise all attempts are the same'
       )
     if not 0 <= self.low <= self.high <= 1:
       raise UserError(f'--low={self.low} --high={self.high}: wanted 0 <= low <= high <= 1')
@@ -147,7 +149,7 @@ async def _outcomes(
     map(attempt, tasks.values()),
     name='curated_tasks',
     owner=stage,
-    waits_for='another task to end, by the engine and the scorers (rollout.collect_deadline_s)',
+    waits_for='the engine and the scorers to finish another task (rollout.collect_deadline_s)',
     deadline_s=served.past.config.rollout.collect_deadline_s,
   )
   return dict(zip(tasks, outcomes, strict=True))

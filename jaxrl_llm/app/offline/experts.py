@@ -66,7 +66,7 @@ class Correction:
     for name in ('uid', 'text', 'who'):
       if not (isinstance(value := getattr(self, name), str) and value):
         field = 'correction' if name == 'text' else name
-        raise UserError(f'{field} is {one_line(repr(value), 60)}, wanted a text that is not empty')
+        raise UserError(f'{field} is {one_line(repr(value), 60)}, wanted a non-empty text')
 
 
 class Report(NamedTuple):
@@ -232,15 +232,17 @@ def _content(row: dict[str, Any]) -> ExpertSource:
       names[key] = _name(key, row[key])
   if 'tokens' in row:
     if 'prompt' in row or 'answer' in row:
-      raise UserError('it has tokens and also a prompt or an answer; wanted one of them')
+      raise UserError(
+        'the row has tokens, and also a prompt or an answer; wanted only one of these forms'
+      )
     tokens, prompt_len = row['tokens'], row.get('prompt_len')
     if not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
-      raise UserError('tokens are no list of whole numbers')
+      raise UserError('tokens is not a list of whole numbers')
     if tokens and not all(abs(token) < 1 << 31 for token in tokens):
-      raise UserError('tokens are no numbers of 32 bits')
+      raise UserError('tokens has a number of more than 32 bits')
     if not (type(prompt_len) is int and 0 < prompt_len < len(tokens)):
       raise UserError(
-        f'prompt_len is {one_line(repr(prompt_len), 60)}, wanted 1 to the number of tokens less 1'
+        f'prompt_len is {one_line(repr(prompt_len), 60)}, wanted 1 to the number of tokens minus 1'
       )
     return ExpertSource(tokens=tuple(tokens), prompt_len=prompt_len, **names)
   for key in ('prompt', 'answer'):
@@ -276,7 +278,7 @@ def _is_text(text: str) -> bool:
 
 def _text(key: str, value: Any) -> str:
   if not (isinstance(value, str) and value and _is_text(value)):
-    raise UserError(f'{key} is {one_line(repr(value), 60)}, wanted a text that is not empty')
+    raise UserError(f'{key} is {one_line(repr(value), 60)}, wanted a non-empty text')
   return value
 
 
@@ -299,12 +301,12 @@ def _rewards(value: Any) -> dict[str, float]:
 def add_run(
   run: Run, other: pathlib.Path, stages: Sequence[str], selection: SelectionConfig, who: str
 ) -> Report:
-  """Adds the best rollouts of another run.
+  """Adds selected rollouts of another run.
 
   Args:
     other: directory of the other run, which is only read.
     stages: names of its stages; empty for all.
-    selection: rule that selects demonstrations of each stored group.
+    selection: rule that selects answers to imitate from each stored group.
 
   Raises:
     UserError: the other run does not fit this one, no stage of this run takes expert rows, or no
@@ -360,7 +362,7 @@ def add_run(
   if not count['rows']:
     raise UserError(
       f'--from_run={other}: --select={selection.kind} accepts no sample of its {count["groups"]} '
-      f'groups (left out: {dict(groups.left_out)}); select otherwise, or name other --stages'
+      f'groups (left out: {dict(groups.left_out)}); change --select, or name other --stages'
     )
   return report
 
@@ -402,7 +404,7 @@ def _corrected(
     raise UserError(f'correction of {one_line(uid, 200)}: the run has no such sample')
   attempt, _, name, at, payload, asked = row
   if name is None and payload is None:
-    raise UserError(f'correction of {uid}: the store does not contain its content')
+    raise UserError(f'correction of {uid}: the store does not contain its tokens')
   sample = reader.read([(name, at)])[0] if payload is None else decode_row(payload, uid)
   if sample.step_index or trained_turns(sample) > 1:
     raise UserError(f'correction of {uid}: the sample has several turns, wanted one answer')
@@ -418,7 +420,7 @@ def _corrected(
   )
   if not messages or run.tokenizer.render_prompt(messages) != prompt:
     raise UserError(
-      f"correction of {uid}: the policy read another prompt than the task's, as a workflow made it"
+      f"correction of {uid}: the workflow gave the policy another prompt than the task's"
     )
   return ExpertRow(
     sample=run.sample(given),

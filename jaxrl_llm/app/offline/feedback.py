@@ -144,7 +144,7 @@ def export_groups(
   waiting = waiting_groups(directory)
   if page is not None and (several := [g.name for g in waiting if len(g.scorers) > 1]):
     raise UserError(
-      f'{page}: {len(several)} groups wait for several scorers, and the page asks for one verdict: '
+      f'{page}: {len(several)} groups wait for several scorers, but the page asks for one verdict: '
       f'{one_line(", ".join(several), 200)}; use --export, and name a scorer in each verdict'
     )
   groups = [group.to_json() for group in waiting]
@@ -172,7 +172,7 @@ class Pairs(NamedTuple):
 
   @property
   def lines(self) -> list[str]:
-    why = 'groups left out: their episodes have several turns, and a pair has only the last'
+    why = 'groups left out: their episodes have several turns, and a pair contains only the last'
     return [f'{self.left_out} {why}'] if self.left_out else []
 
 
@@ -354,8 +354,8 @@ def import_file(directory: str | os.PathLike, file: pathlib.Path) -> Imported:
 def _read_correction(row: Mapping[str, Any]) -> Correction:
   if row.keys() != {'uid', 'correction', 'who'}:
     raise UserError(
-      f'it has {", ".join(map(repr, row))[:200]}, wanted uid, correction and who, and verdicts in '
-      'lines of their own'
+      f'the line has {", ".join(map(repr, row))[:200]}, wanted uid, correction and who, and '
+      'verdicts in separate lines'
     )
   return Correction(row['uid'], row['correction'], row['who'])
 

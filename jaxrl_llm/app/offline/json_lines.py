@@ -1,6 +1,4 @@
-"""Reads JSON Lines files that users hand in, one line at a time, so that a bad line costs only
-itself.
-"""
+"""Reads JSON Lines files line by line, so that an invalid line does not affect the others."""
 
 from __future__ import annotations
 

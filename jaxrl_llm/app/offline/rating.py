@@ -13,13 +13,13 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.scorers.judge.rating import Rating, RatingOptions, TaskRater
 
 PREFIX = 'rated_'
-"""Prefix of the fields with a task's ratings."""
+"""Prefix of the names of the fields that contain ratings."""
 PRIORITY = 'priority'
 
 
 class Rated(NamedTuple):
   rows: list[dict[str, Json]]
-  """Rows of the rated tasks, in their order, with a field for each criterion and the priority."""
+  """Rows of the rated tasks, in task order, with a field for each criterion and the priority."""
   failures: dict[str, str]
   """Reason why a task could not be rated, keyed by the task's uid."""
 
@@ -28,7 +28,7 @@ async def rate(tasks: Sequence[Task], options: RatingOptions, *, deadline_s: flo
   """Rates tasks.
 
   Args:
-    deadline_s: maximum wait for each rating in seconds, once its request may start.
+    deadline_s: time limit of each rating in seconds, from the start of its first request.
 
   Raises:
     UserError: a row already has one of the fields that would be added.

@@ -50,7 +50,7 @@ def config_of_run(run: pathlib.Path) -> Config:
     return from_json(read_saved(file), Config)
   except FileNotFoundError:
     raise UserError(
-      f'--workdir={run}: no run is there ({file.name} is missing); name the directory of a run'
+      f'--workdir={run}: not the directory of a run ({file.name} is missing)'
     ) from None
   except ValueError as error:
     raise UserError(f'{file}: not the configuration of a run ({error})') from error
@@ -77,7 +77,8 @@ def check_alone() -> None:
   """Raises UserError if this process belongs to a multi-process job."""
   if (job := this_job()) is not None:
     raise UserError(
-      f'this process is one of {job}; reopening a run takes one process: start the command alone'
+      f'this process is one of {job}; reopening a run needs a single process; start the '
+      'command alone'
     )
 
 
@@ -176,7 +177,7 @@ async def reopen(
   both fit the same model and data.
 
   Args:
-    run: directory of the run. If it does not exist, tokenizer and static rows are made anew.
+    run: directory of the run. If it does not exist, a tokenizer and static rows are created.
     load: returns the taskset with a given name. If None, a loader that loads each taskset once is
       used.
   """

@@ -123,8 +123,9 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
   for near in {commit, after} - {0}:
     if changed := changes(checkpoints.host(near)['machine']):
       raise UserError(
-        f'--step={step}: not bit for bit here: the machine differs from that of the commit at step '
-        f'{near}: {changed}; replay it on a machine where all of these agree'
+        f'--step={step}: cannot be replayed bit for bit here, because the machine differs from '
+        f'that of the commit at step {near}: {changed}; replay it on a machine where all of '
+        'these agree'
       )
   return Course(commit=commit, step=step, rows=rows)
 
@@ -192,7 +193,7 @@ def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, Step
       origin = f'the commit at step {way.commit}' if way.commit else 'the beginning'
       raise UserError(
         f'--step={way.step}: the plan of step {step + 1}, which the replay from {origin} needs, is '
-        f'not recorded in {run / "replay" / INDEX}; choose a step that a later commit leads to'
+        f'not recorded in {run / "replay" / INDEX}; choose a step after a later commit'
       )
   return {step: StepPlan.from_json(recorded[step]) for step in range(way.commit, way.step)}
 

@@ -150,8 +150,8 @@ class Summary:
     if scorer.implementation == 'answer' and set(self.statuses) == {Status.OK.value}:
       why = diagnose(attempts, self.evidence, scorer.options)
     else:
-      why = 'the file of scores has the status and evidence of each score'
-    return f'warning: nothing passes: {why}'
+      why = 'see the status and evidence of each score in the file of scores'
+    return f'warning: no row passes: {why}'
 
 
 _REASONS = 3

@@ -98,18 +98,18 @@ def test_each_row_that_cannot_be_added_is_one_line_and_loses_nothing(run, tmp_pa
     (b'\xff\xfe', 'not JSON'),
     ([1], 'wanted an object with prompt and answer'),
     ({'prompt': 'ab'}, 'answer is missing'),
-    ({**good, 'answer': 7}, 'answer is 7, wanted a text'),
-    ({**good, 'answer': ''}, "answer is '', wanted a text"),
-    (b'{"prompt": "ab", "answer": "\\ud800"}', 'wanted a text'),
+    ({**good, 'answer': 7}, 'answer is 7, wanted a non-empty text'),
+    ({**good, 'answer': ''}, "answer is '', wanted a non-empty text"),
+    (b'{"prompt": "ab", "answer": "\\ud800"}', 'wanted a non-empty text'),
     ({**good, 'prompt': [{'role': 'root', 'content': 'a'}]}, 'wanted a text, or messages'),
     ({**good, 'extra': 1}, "unknown field 'extra'"),
     ({**good, 'answer': 'Ω'}, 'Ω'),
     ({**good, 'answer': 'ab' * 5000}, 'tokens, wanted at most'),
     ({'tokens': [0, 1, 2, 10**6], 'prompt_len': 2}, 'tokens has token 1000000, wanted 0 …'),
     ({'tokens': [0, 1, -1], 'prompt_len': 1}, 'tokens has token -1, wanted 0 …'),
-    ({'tokens': [0, 10**30], 'prompt_len': 1}, 'tokens are no numbers of 32 bits'),
+    ({'tokens': [0, 10**30], 'prompt_len': 1}, 'tokens has a number of more than 32 bits'),
     ({'tokens': [0, 1], 'prompt_len': 2}, 'prompt_len is 2'),
-    ({'tokens': [0, '1'], 'prompt_len': 1}, 'tokens are no list of whole numbers'),
+    ({'tokens': [0, '1'], 'prompt_len': 1}, 'tokens is not a list of whole numbers'),
     (b'{"prompt": "ab", "answer": "b", "rewards": NaN}', 'reward: nan, wanted a number'),
     (b'{"prompt": "ab", "answer": "b", "rewards": {"x": 1e999}}', 'x: inf, wanted a number'),
     ({**good, 'who': 'a\nb'}, 'wanted a name'),
@@ -150,7 +150,12 @@ def test_a_correction_of_a_sample_becomes_an_expert_row(run, tmp_path, capsys):
     f'{file}:{n}' for n in (3, 4, 5, 6)
   ]
   text = '\n'.join(out)
-  for message in ('no such sample', 'read another prompt', 'correction is 7', 'wanted uid, corr'):
+  for message in (
+    'no such sample',
+    'the policy another prompt',
+    'correction is 7',
+    'wanted uid, corr',
+  ):
     assert message in text
   assert out[-1] == f'{file}: 0 verdicts attached, 2 corrections added, 4 refused'
   rows = arrived(run / 'replay', after=0)
@@ -179,7 +184,7 @@ def test_a_run_that_would_not_train_on_them_takes_no_rows(tmp_path, capsys):
     assert add(new_run(tmp_path / 'run') if flags[-1] == WHO else run, *flags) == 2
     assert capsys.readouterr().err.count('\n') == 1
   assert add(tmp_path / 'nowhere', f'--add={file}') == 2
-  with pytest.raises(UserError, match='no run is there'):
+  with pytest.raises(UserError, match='not the directory of a run'):
     experts.Run(tmp_path / 'nowhere')
 
 

@@ -350,7 +350,7 @@ def test_a_summary_says_what_was_done_and_warns_where_nothing_passes(
   said, warned = answers_of(tmp_path, completions, truths, **options)
   assert line in said and '\n' not in said + warned
   assert warning in warned and bool(warning) == bool(warned)
-  assert not warned or warned.startswith('warning: nothing passes: ')
+  assert not warned or warned.startswith('warning: no row passes: ')
 
 
 def test_another_scorer_without_a_pass_is_warned_of_too(tmp_path):
