@@ -202,7 +202,7 @@ class Batcher:
     """Scores one sequence. Raises UserError if it is empty or too long."""
     if not 0 < len(sequence) <= self._model.max_length:
       raise UserError(
-        f'{len(sequence)} tokens with the prompt, the reward model takes up to '
+        f'{len(sequence)} tokens with the prompt, the reward model accepts at most '
         f'{self._model.max_length}'
       )
     future: asyncio.Future[float] = asyncio.get_running_loop().create_future()

@@ -89,7 +89,7 @@ def test_callers_that_come_together_share_passes_and_one_that_leaves_disturbs_no
       [f for i, f in enumerate(found) if i != 1], [*alone[:1], *alone[2:]], rtol=1e-5, atol=1e-6
     )
     with pytest.raises(
-      UserError, match='25 tokens with the prompt, the reward model takes up to 24'
+      UserError, match='25 tokens with the prompt, the reward model accepts at most 24'
     ):
       await batcher.score([1] * 25)
     running.cancel()
@@ -208,7 +208,7 @@ def test_the_steps_of_a_conversation_are_the_policys_turns():
   assert 'does not begin with the prompt' in steps_of(body | {'prompt': 'other'})
   assert '0 turns of the assistant' in steps_of(body | {'transcript': transcript[:1]})
   assert 'wanted JSON with prompt' in steps_of(body | {'transcript': [3]})
-  assert 'takes up to 24' in steps_of({'prompt': 'a', 'completion': 'b; ' * 20})
+  assert 'accepts at most 24' in steps_of({'prompt': 'a', 'completion': 'b; ' * 20})
 
 
 def test_steps_by_hand():
@@ -271,11 +271,11 @@ def test_over_http_prompt_and_answer_are_rendered_as_for_training_and_scored(exp
           (b'[]', 'wanted JSON with prompt'),
           (b'[' * 100_000, 'wanted JSON with prompt'),
           (b'{"prompt": "a", "completion": "\\ud800"}', 'text that UTF-8 cannot encode'),
-          (b'{"prompt": "a", "completion": 3}', 'no completion'),
+          (b'{"prompt": "a", "completion": 3}', 'completion that is not text'),
           (b'{"prompt": [], "completion": "a"}', 'empty prompt'),
           (
             json.dumps({'prompt': 'a', 'completion': 'b' * 60}).encode(),
-            'the reward model takes up to 40',
+            'the reward model accepts at most 40',
           ),
           # Not even tokenized.
           (

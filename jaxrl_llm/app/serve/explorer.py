@@ -36,7 +36,7 @@ from jaxrl_llm.rollout.explorers.explorer import Evicted, Link, explore
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string(
-  'master', None, 'Address of the run: unix:PATH, or its front.', flag_values=FLAGS
+  'master', None, 'Address of the run: unix:PATH, or the URL of its front.', flag_values=FLAGS
 )
 flags.DEFINE_string(
   'key_file', None, 'File whose first line is the bearer token.', flag_values=FLAGS
@@ -121,7 +121,7 @@ async def _replaced(master: Lease, watch: Watch) -> None:
     await asyncio.sleep(LOOK_S)
     masters = await watch.look_async()
     if not masters or masters[-1].id != master.id:
-      logging.info('%s has left the registry, or another run is there', master.name)
+      logging.info('%s has left the registry, or a newer run has joined', master.name)
       return
 
 

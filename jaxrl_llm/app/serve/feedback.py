@@ -1,6 +1,6 @@
-"""Takes delayed rewards over HTTP: `jaxrl serve --role=feedback`.
+"""Accepts delayed rewards over HTTP: `jaxrl serve --role=feedback`.
 
-`POST /feedback` takes a verdict, `{"uid": …, "value": …, "who": …}` and optionally `scorer` and
+`POST /feedback` accepts a verdict, `{"uid": …, "value": …, "who": …}` and optionally `scorer` and
 `attempt`. Status 200 means that the verdict is on disk.
 
 Invariant: the server checks no token, so it listens on a unix socket that only its own user can
@@ -82,7 +82,7 @@ def _answer(status: int, line: str) -> web.Response:
 
 
 async def serve(directory: pathlib.Path, front: FrontConfig | None) -> None:
-  """Takes verdicts until SIGINT or SIGTERM."""
+  """Accepts verdicts until SIGINT or SIGTERM."""
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -90,7 +90,7 @@ async def serve(directory: pathlib.Path, front: FrontConfig | None) -> None:
     address,
     public,
   ):
-    print(f'feedback on {directory} is taken at {public or address}', flush=True)
+    print(f'feedback on {directory} is accepted at {public or address}', flush=True)
     write_addresses(FLAGS.addresses_file, [public or address])
     # Wait 'signal': unbounded: a service runs until a signal stops it.
     await stop.wait()

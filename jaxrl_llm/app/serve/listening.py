@@ -40,7 +40,10 @@ def define_listening(values: flags.FlagValues) -> None:
     'allow_plaintext', False, 'Allow non-loopback addresses without TLS.', flag_values=values
   )
   flags.DEFINE_string(
-    'addresses_file', None, 'JSON list of the address, written once ready.', flag_values=values
+    'addresses_file',
+    None,
+    'File for a JSON list with the address, written once ready.',
+    flag_values=values,
   )
   define_registering(values)
 
@@ -129,8 +132,8 @@ def token_of(token_file: str | None, registry: Registry | None) -> str:
     return token_file
   if registry is None:
     raise UserError(
-      '--token_file is missing: with --host a front requires a token of every client; name a '
-      'file, or a --registry, whose key serves as token'
+      '--token_file is missing: with --host, a front requires a token from every client; name a '
+      'file with the token, or a --registry, whose key is the token'
     )
   return str(registry.key_file)
 

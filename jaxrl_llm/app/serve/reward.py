@@ -53,17 +53,21 @@ flags.DEFINE_enum(
   'dtype',
   'bfloat16',
   ['float32', 'bfloat16'],
-  'Type of weights and activations.',
+  'Data type of weights and activations.',
   flag_values=FLAGS,
 )
 flags.DEFINE_integer(
-  'max_length', None, "Tokens of prompt + answer; default: the model's.", 1, flag_values=FLAGS
+  'max_length',
+  None,
+  "Maximum length of prompt and answer in tokens; default: the model's.",
+  1,
+  flag_values=FLAGS,
 )
 flags.DEFINE_integer('sequences', 32, 'Sequences per forward pass.', 1, flag_values=FLAGS)
 flags.DEFINE_integer(
   'tensor',
   1,
-  'Tensor-parallel devices for heads and MLP; the other devices shard weights.',
+  'Number of devices that share heads and MLPs; the other devices shard the weights.',
   1,
   flag_values=FLAGS,
 )
@@ -131,7 +135,7 @@ def application(
       before, after = tokenizer.render_answer(prompt, completion)
       if len(before) + len(after) > max_length:
         raise UserError(
-          f'{len(before) + len(after)} tokens with the prompt, the reward model takes up to '
+          f'{len(before) + len(after)} tokens with the prompt, the reward model accepts at most '
           f'{max_length}'
         )
       sequences.append([*before, *after])
@@ -181,12 +185,12 @@ def _read(data: bytes, step_separator: str | None = None) -> list[Answer]:
       f'got {data[:80]!r}, wanted JSON with prompt (a text or messages) and completion'
     ) from None
   if not isinstance(completion, str) or not turns:
-    raise UserError('got no completion as text, or an empty prompt')
+    raise UserError('got a completion that is not text, or an empty prompt')
   try:
     ''.join([*(message['content'] for message in (*turns, *conversation)), completion]).encode()
   except UnicodeEncodeError as error:
     raise UserError(
-      f'got text that UTF-8 cannot encode ({error.reason}), which no tokenizer takes'
+      f'got text that UTF-8 cannot encode ({error.reason}), which tokenizers do not accept'
     ) from None
   if step_separator is None:
     return [(turns, completion)]

@@ -28,13 +28,17 @@ from jaxrl_llm.rewards.sandbox.server import ROUTES, SandboxServer
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_integer(
-  'programs', None, 'Concurrent programs; default: one per core.', lower_bound=1, flag_values=FLAGS
+  'programs',
+  None,
+  'Maximum number of concurrent programs; default: one per core.',
+  lower_bound=1,
+  flag_values=FLAGS,
 )
 flags.DEFINE_enum(
   'isolation',
   'auto',
   ['auto', 'namespaces', 'bubblewrap', 'none'],
-  'Isolation of programs; none: limits only.',
+  'Isolation of programs; none: only limits apply.',
   flag_values=FLAGS,
 )
 define_listening(FLAGS)

@@ -48,7 +48,7 @@ _MODEL = flags.DEFINE_string(
 _MODEL_DEADLINE = flags.DEFINE_float(
   'model_deadline_s',
   0.0,
-  'Seconds to wait for the config.json of --model, which a trainer may yet write.',
+  'Seconds to wait until a trainer has written the config.json of --model.',
   lower_bound=0,
   flag_values=FLAGS,
 )
@@ -72,17 +72,23 @@ _DTYPE = flags.DEFINE_enum(
   flag_values=FLAGS,
 )
 _LENGTH = flags.DEFINE_integer(
-  'max_model_len', None, "Longest sequence in tokens; default: the model's.", flag_values=FLAGS
+  'max_model_len',
+  None,
+  "Maximum sequence length in tokens; default: the model's.",
+  flag_values=FLAGS,
 )
 _LOAD = flags.DEFINE_enum(
   'load',
   'dummy',
   ['dummy', 'auto'],
-  'dummy: wait for a trainer; auto: load --model.',
+  'dummy: wait for weights from a trainer; auto: load the weights of --model.',
   flag_values=FLAGS,
 )
 _DEVICES = flags.DEFINE_list(
-  'devices', [], 'CUDA_VISIBLE_DEVICES of each server, e.g. 0,1.', flag_values=FLAGS
+  'devices',
+  [],
+  'CUDA_VISIBLE_DEVICES of each server, for example 0,1 for two servers.',
+  flag_values=FLAGS,
 )
 _TRANSFER = flags.DEFINE_enum(
   'transfer',
@@ -94,7 +100,7 @@ _TRANSFER = flags.DEFINE_enum(
 _CACHE = flags.DEFINE_integer(
   'cpu_cache_gib',
   VllmConfig.cpu_cache_gib,
-  'KV cache of each server in GiB, on CPUs.',
+  'Size of the KV cache of each server in GiB; used only on CPUs.',
   flag_values=FLAGS,
 )
 _LOGS = flags.DEFINE_string(
@@ -106,7 +112,7 @@ _LOGS = flags.DEFINE_string(
 _HOST = flags.DEFINE_string(
   'host',
   None,
-  'Address for the fronts to listen on; default: unix sockets, no front.',
+  'Address at which the fronts listen; default: no fronts, only unix sockets.',
   flag_values=FLAGS,
 )
 _PORT = flags.DEFINE_integer(
@@ -129,7 +135,10 @@ _PLAIN = flags.DEFINE_bool(
   flag_values=FLAGS,
 )
 _ROOT = flags.DEFINE_string(
-  'publish_root', None, 'With --host: directory to read weights from.', flag_values=FLAGS
+  'publish_root',
+  None,
+  'With --host: directory that must contain all weights that servers load.',
+  flag_values=FLAGS,
 )
 _WORKER = flags.DEFINE_string(
   'worker_file',
@@ -140,7 +149,7 @@ _WORKER = flags.DEFINE_string(
 _FILE = flags.DEFINE_string(
   'addresses_file',
   None,
-  'JSON list of addresses, written once all servers are ready.',
+  'File for a JSON list of the addresses, written once all servers are ready.',
   flag_values=FLAGS,
 )
 
@@ -148,7 +157,7 @@ _ROLE = flags.DEFINE_enum(
   'registered_as',
   'vllm',
   ['vllm', 'judge'],
-  'With --registry: vllm: samples from the policy; judge: judges with its weights (--load=auto).',
+  'With --registry: vllm, to sample from the policy; judge, to judge (needs --load=auto).',
   flag_values=FLAGS,
 )
 define_registering(FLAGS)

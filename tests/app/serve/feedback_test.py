@@ -132,7 +132,7 @@ def test_the_service_runs_as_a_command_and_its_verdicts_survive_its_kill(directo
   try:
     with concurrent.futures.ThreadPoolExecutor(1) as reader:
       line = reader.submit(process.stdout.readline).result(timeout=120)
-    assert 'is taken at http://127.0.0.1:' in line
+    assert 'is accepted at http://127.0.0.1:' in line
     while not addresses.exists():
       pass
     (address,) = json.loads(addresses.read_text())

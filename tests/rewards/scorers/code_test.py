@@ -683,7 +683,7 @@ def test_serve_refuses_in_one_line():
   for flags, line in (
     (
       ['--role=sandbox', '--host=127.0.0.1'],
-      '--token_file is missing: with --host a front requires a token of every client',
+      '--token_file is missing: with --host, a front requires a token from every client',
     ),
     (['--role=sandbox', '--', '--max-num-seqs', '1'], '--max-num-seqs: unexpected argument'),
     ([], "--model is missing: wanted a directory with the policy's config.json"),
