@@ -99,7 +99,7 @@ def test_the_training_step_compiles_for_a_tpu_slice_with_its_fused_attention(sha
   update = line_of('update', sharded.text)
   assert 'does not fit' not in update
   assert re.search(r'all-gather \d+ \(', update) and re.search(r'reduce-scatter \d+ \(', update)
-  assert re.search(r'[\d.]+ TFLOP a full micro-batch, [\d.]+ s at 40% of peak', update)
+  assert re.search(r'[\d.]+ TFLOP per full micro-batch, [\d.]+ s at 40% of peak', update)
   assert 'does not fit' not in line_of('logprobs', sharded.text)
 
 

@@ -1,4 +1,4 @@
-"""Reports on compiled programs (memory, whether it fits the chip, collectives, FLOPs, time) and on
+"""Reports on compiled programs (memory, whether they fit the chip, collectives, FLOPs, time) and on
 the memory of each role.
 """
 
@@ -88,7 +88,7 @@ class Compilation:
     line += f' of {self.limit / 1e6:,.0f}'
     line += f'; collectives of a micro-batch: {self.collectives}'
     if self.expected_s is not None:
-      line += f'; {self.flops / 1e12:,.2f} TFLOP a full micro-batch, '
+      line += f'; {self.flops / 1e12:,.2f} TFLOP per full micro-batch, '
       line += f'{self.expected_s:,.3f} s at {UTILISATION:.0%} of peak'
     line += f'; compiled in {self.compile_s:.0f} s'
     return f'does not fit, {self.refusal}: {line}' if self.refusal else line

@@ -1,4 +1,4 @@
-"""Prediction of what each memory phase keeps on a device, role by role."""
+"""Predicts which roles each memory phase keeps on a device, and their sizes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def phases_table(plan: Mapping[Phase, Mapping[str, int]]) -> Table:
   table = Table()
   table.add_column('memory phase')
   table.add_column('MB a device', justify='right')
-  table.add_column('of which')
+  table.add_column('roles (MB)')
   for phase, sizes in plan.items():
     parts = ', '.join(f'{role} {size / 1e6:,.1f}' for role, size in sizes.items())
     table.add_row(str(phase), f'{sum(sizes.values()) / 1e6:,.1f}', parts)

@@ -64,7 +64,7 @@ class RunPlan:
 
   @property
   def held(self) -> list[Held]:
-    """Memory that each role keeps between steps."""
+    """Memory of each role (`programs.held`)."""
     return held(self.stages, self.model, self.critic, self.mesh, self.reward_model)
 
   @property
@@ -110,7 +110,7 @@ class RunPlan:
     return choice.implementation, choice.reason
 
   def lines(self) -> list[str]:
-    """Derived numbers as lines of text."""
+    """Returns the derived numbers as lines of text."""
     spec, (count, trained) = self.prepared.spec, self.parameters
     adapters = f', of which {trained:,} are trained' if self.config.policy.lora is not None else ''
     implementation, reason = self.attention
@@ -129,14 +129,14 @@ class RunPlan:
     for stage in self.stages:
       lines.append(
         f'stage {stage.name}: steps {stage.start}–{stage.end}, {stage.updates} updates, '
-        f'{_sequences(self.config, stage)} sequences a batch, arrays {_arrays(stage)} planned on '
+        f'{_sequences(self.config, stage)} sequences a batch, arrays {_arrays(stage)} sized for '
         f'{_known(self.prepared.lengths.get(stage.name))}, logits for {stage.token_chunk} of '
         f'{stage.shape.chunk_len} tokens at a time'
       )
     return [*lines, *(f'engine {name}: {line}' for name, line in self.commands.items())]
 
   def to_json(self) -> dict[str, Json]:
-    """Configuration and derived numbers as JSON; memory in bytes, lengths in tokens."""
+    """Returns the configuration and derived numbers as JSON; memory in bytes, lengths in tokens."""
     spec, (count, trained) = self.prepared.spec, self.parameters
     implementation, reason = self.attention
     return {
@@ -254,7 +254,7 @@ def _sequences(config: Config, stage: Stage) -> str:
   if not isinstance(source, Rollouts):
     return str(source.sequences)
   usual = source.groups_per_batch * source.selection.most(source.group_size)
-  experts = f' + {source.expert_rows} of experts' if source.experts is not None else ''
+  experts = f' + {source.expert_rows} expert rows' if source.experts is not None else ''
   most = '' if source.selection.kind == 'all' else f', of which at most {usual} are learned from,'
   samples, steps = source.groups_per_batch * source.group_size, config.rollout.max_steps
   of = f' of up to {steps} steps: at most {samples * steps}' if steps > 1 else ''
@@ -263,7 +263,7 @@ def _sequences(config: Config, stage: Stage) -> str:
 
 def _known(lengths: Sequence[int] | None) -> str:
   if not lengths:
-    return 'the longest'
+    return 'the longest sequence'
   return (
     f'{len(lengths):,} lengths (median {statistics.median(lengths):.0f}, at most {max(lengths)})'
   )

@@ -45,12 +45,12 @@ def print_list() -> None:
   lines += [('algorithm', name, first(options)) for name, (options, _) in ALGORITHMS.items()]
   lines += [('surrogate', name, first(loss)) for name, (_, loss) in SURROGATES.items()]
   lines += [('engine', name, first(make)) for name, (_, make) in ENGINES.items()]
-  lines += [('tasks', name, description) for name, description in SOURCES.items()]
-  lines += [('of tasks', name, first(options)) for name, (options, _) in PROCESSORS.items()]
-  lines += [('of groups', name, first(make)) for name, (_, make) in EXPERIENCE_PROCESSORS.items()]
+  lines += [('task source', name, description) for name, description in SOURCES.items()]
+  lines += [('task processor', name, first(options)) for name, (options, _) in PROCESSORS.items()]
+  lines += [('processor', name, first(make)) for name, (_, make) in EXPERIENCE_PROCESSORS.items()]
   lines += [('scorer', name, first(make)) for name, make in SCORERS.items()]
   for kind, name, description in lines:
-    console.print(f'{kind:10} {name:40} {description}')
+    console.print(f'{kind:14} {name:40} {description}')
 
 
 def print_check(
@@ -130,8 +130,8 @@ def print_plan(
   error = ''
   if refused:
     error = (
-      f'topology {topology}: {", ".join(refused)}: more memory than a device has (above, by how '
-      'much); use more devices, policy.remat, policy.dtype=bfloat16, fewer '
+      f'topology {topology}: {", ".join(refused)}: more memory than a device has (by the amounts '
+      'above); use more devices, policy.remat, policy.dtype=bfloat16, fewer '
       'learner.chunks_per_rank, or another engine'
     )
   if error and not as_json:

@@ -38,7 +38,7 @@ class Program(NamedTuple):
 
 
 class Held(NamedTuple):
-  """Memory that the arrays of a role, such as the policy or the reference, use between steps."""
+  """Memory of the arrays of a role, such as the policy, the reference or the gradients."""
 
   role: str
   whole: int
@@ -52,7 +52,9 @@ class Held(NamedTuple):
 
 
 def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:
-  """Yields each role's programs: its update if it is trained, and passes for logprobs or values."""
+  """Yields the programs of each role: the update if it is trained, and passes for logprobs or
+  values.
+  """
   algorithm, shape = stage.algorithm, stage.shape
   tokens = shape.total_chunks * shape.chunk_len
   pairs = causal_pairs([shape.chunk_len] * shape.total_chunks)
@@ -97,7 +99,7 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
 
 
 def publishing_program(config: Config, model: Model, mesh: Mesh) -> Program:
-  """Returns the program of a publication that needs the most memory.
+  """Returns the largest program of a publication, measured by the size of its results.
 
   The programs of a publication cut, convert and gather parts of the policy's weights for the
   engine. The returned program is compiled as in a job of several processes.
@@ -160,8 +162,8 @@ def held(
   mesh: Mesh,
   reward_model: TrainerRewardModel | None = None,
 ) -> list[Held]:
-  """Returns, for each role, the maximum memory that a stage keeps. Gradients are left out, because
-  they exist only during an update.
+  """Returns, for each role, the maximum of its memory over the stages. Gradients, which exist only
+  during an update, and the host copy of a commit count as roles of their own.
 
   Args:
     reward_model: reward model of the trainer; None if it has none.
