@@ -58,9 +58,9 @@ class Opening:
   store: str
   """Name of the run's store, which never changes."""
   attempt: int
-  """Number of the start."""
+  """Number of this start of the run."""
   step: int
-  """Step of the first batch that this start shares."""
+  """Step of the first batch that the run shares after this start."""
   vocabulary: str
   """Digest of the tokenizer's vocabulary (`vocabulary_digest`)."""
 

@@ -46,7 +46,7 @@ class Roster:
     index = rollout.sample.sample_index
     if not 0 <= index < self._samples:
       raise ValueError(
-        f'sample {rollout.sample.uid} has index {index}, wanted one of {self._samples}'
+        f'sample {rollout.sample.uid} has index {index}, wanted 0 to {self._samples - 1}'
       )
     if len(rollout.steps) > self._max_steps:
       raise ValueError(
@@ -71,13 +71,13 @@ class Roster:
     place = (sample.trajectory_id, sample.sample_index, sample.step_index)
     if place != (trajectory, index, step):
       raise ValueError(
-        f'sample {sample.uid} is (trajectory, index, step) {place}, wanted '
+        f'sample {sample.uid} has (trajectory, index, step) {place}, wanted '
         f'{(trajectory, index, step)}'
       )
     if not self._group.endswith(f'/{sample.task_id}/{sample.visit}'):
       raise ValueError(
-        f'sample {sample.uid} is of task {sample.task_id}, visit {sample.visit}, wanted those of '
-        f'its group {self._group}'
+        f'sample {sample.uid} has task {sample.task_id}, visit {sample.visit}, wanted those of its '
+        f'group {self._group}'
       )
     check_segments(sample)
 
@@ -98,13 +98,13 @@ def check_segments(sample: Sample) -> None:
     if not last <= segment.start <= segment.end <= len(sample.tokens):
       raise ValueError(
         f'sample {sample.uid}: segment [{segment.start}, {segment.end}), wanted it inside [{last}, '
-        f'{len(sample.tokens)}): segments are in order and do not overlap'
+        f'{len(sample.tokens)}), because segments must be in order and must not overlap'
       )
     covered[segment.start : segment.end] = True
     last = segment.end
   if (sample.sampled & ~covered).any():
     raise ValueError(
-      f'sample {sample.uid}: token {np.argmax(sample.sampled & ~covered)} was sampled, and no '
+      f'sample {sample.uid}: token {np.argmax(sample.sampled & ~covered)} was sampled, but no '
       'segment covers it'
     )
 

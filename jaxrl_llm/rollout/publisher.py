@@ -268,7 +268,7 @@ class Gatherer:
     def rows_of(
       x: Shaped[jax.Array, 'all_rows *rest'], start: Int[jax.Array, ''], *spec: Any
     ) -> Shaped[jax.Array, 'groups rows *rest']:
-      """Returns the part's rows from every group."""
+      """Cuts the rows of one part, which begin at `start`, out of every group of rows."""
       x = constrain(x.reshape(cut.groups, -1, *x.shape[1:]), spec[0], None, *spec[1:])
       return jax.lax.dynamic_slice_in_dim(x, start, cut.rows, axis=1)
 

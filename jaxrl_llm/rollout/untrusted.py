@@ -63,7 +63,7 @@ def checked_sample(data: bytes, bounds: Bounds) -> Sample:
   sample = decode(data)
   _check_arrays(sample, bounds)
   if not sample.segments:
-    raise ValueError('segments are missing, wanted the versions of the weights that generated it')
+    raise ValueError('segments are missing, wanted the weight versions that sampled the tokens')
   check_segments(sample)
   return sample
 
@@ -112,7 +112,7 @@ def _check_arrays(sample: Sample, bounds: Bounds) -> None:
     raise ValueError(f'role has {sample.role.max()}, wanted at most {int(max(Role))}')
   for name in ('loss_mask', 'sampled'):
     if getattr(sample, name).view(np.uint8).max() > 1:
-      raise ValueError(f'{name} has other bytes than 0 and 1')
+      raise ValueError(f'{name} has bytes other than 0 and 1')
   if sample.behaviour_logprobs.max() > _ROUNDING:
     raise ValueError(f'behaviour_logprobs has {sample.behaviour_logprobs.max()}, wanted at most 0')
 

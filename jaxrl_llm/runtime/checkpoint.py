@@ -146,7 +146,7 @@ class Checkpoints:
     """
     target = self._directory / str(step)
     if self._leads and step in self.steps():
-      raise RuntimeError(f'checkpoint {target}: committed already')
+      raise RuntimeError(f'checkpoint {target}: already committed')
     encoded = json.dumps(host).encode()
     while self._failed:
       shutil.rmtree(self._failed.pop(), ignore_errors=True)
@@ -206,7 +206,7 @@ class Checkpoints:
     return json.loads((self._directory / str(step) / _HOST).read_text())
 
   def take(self, source: Checkpoints, step: int) -> Taken:
-    """Links or copies the files of a commit of another run, which may be running.
+    """Links or copies the files of a commit of another run, which may be active.
 
     Raises:
       UserError: the commit is damaged, or was removed meanwhile.
@@ -481,8 +481,8 @@ def _reason(error: Exception) -> str:
   """Returns the cause of a failed write: the operating system's error text, if it can be found."""
   if isinstance(error, TimeoutError):
     return (
-      f'not every process has written its part within {_DEADLINE_S} s, or one is gone; see the '
-      'logs of the others'
+      f'not every process has written its part within {_DEADLINE_S} s, or a process has ended; see '
+      'the logs of the other processes'
     )
   if isinstance(error, OSError) and error.strerror:
     return error.strerror

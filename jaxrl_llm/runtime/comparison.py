@@ -62,7 +62,7 @@ _CHARTED = (
 )
 _ABSENT = '(absent)'
 _MAX_VALUE, _MAX_LABEL = 160, 80
-"""Maximum lengths, in characters, of a configuration's value in the table of differences, and of a
+"""Maximum lengths, in characters, of a configuration value in the table of differences, and of a
 group's label.
 """
 Row = dict[str, Any]
@@ -433,7 +433,7 @@ def _warnings(
     if not rows:
       notes.append(f'{run.name}: has written no metrics yet.')
     if not config:
-      notes.append(f'{run.name}: config.json cannot be read, so that all of it differs.')
+      notes.append(f'{run.name}: config.json cannot be read, so all fields are shown as absent.')
   if len({tuple(stage['name'] for stage in of) for of in stages}) > 1:
     notes.append('The runs have different stages; curves are over the steps of the whole run.')
   if stride > 1:

@@ -10,8 +10,8 @@ _WIDTH, _HEIGHT = 460, 240
 """Size of a panel in pixels."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 14, 34, 40
 _MAX_POINTS = 300
-"""Maximum number of points to draw of a curve. A longer curve is divided into this many equal
-sections, and only the mean of each section is drawn.
+"""Maximum number of points drawn per curve. A curve with more points is divided into this many
+equal sections, and only the mean of each section is drawn.
 """
 
 

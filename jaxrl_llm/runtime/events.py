@@ -127,7 +127,7 @@ EDGES: Mapping[Edge, Ends] = {
     lane='replay buffer',
     answered=False,
     diagram='none (it accounts for groups that reach no batch)',
-    text='A group will not be trained on, and why.',
+    text='A group will not be trained on; the message gives the reason.',
   ),
   Edge.FETCH: Ends(
     source='master',
@@ -233,7 +233,7 @@ EDGES: Mapping[Edge, Ends] = {
     lane='memory',
     answered=False,
     diagram='DeepSeek-R1: VRAM of the rollout, inference and training phases',
-    text='A phase begins: what the memory of a device holds.',
+    text='A phase begins; the message lists what the memory of a device holds.',
   ),
   Edge.CHANGE: Ends(
     source='command',
@@ -391,7 +391,8 @@ class EventLog(Events):
 
   def _stopped(self, error: OSError) -> RunError:
     return RunError(
-      f'{self._path}: cannot be written ({error.strerror}); make room or make it writable, then '
+      f'{self._path}: cannot be written ({error.strerror}); free disk space or make the file '
+      'writable, then '
       'start again with the same command'
     )
 

@@ -49,7 +49,7 @@ _REPEATABLE = ('generate', 'wait', 'load', 'train', 'loop')
 def trainer_seconds(
   parts: Mapping[str, OwnSeconds], wall_s: float, *, is_repeated: bool
 ) -> dict[str, float]:
-  """Returns the metrics of the seconds of one trainer process.
+  """Returns metrics that say how one trainer process spent its time, in seconds per class.
 
   Args:
     parts: seconds of each part of the step, without the parts inside it. While the engine of this
@@ -99,8 +99,8 @@ def file_of(workdir: pathlib.Path, process: int) -> pathlib.Path:
 
 
 def append(file: pathlib.Path, step: int, row: Mapping[str, float]) -> None:
-  """Appends the seconds of a step to the file of a trainer process. An incomplete last line is
-  terminated.
+  """Appends a row with the seconds of a step to the file of a trainer process. An incomplete last
+  line is terminated.
   """
   with file.open('a+b') as lines:
     if lines.tell():

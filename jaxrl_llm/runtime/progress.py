@@ -66,10 +66,10 @@ class ProgressDisplay:
     """Creates the display. Nothing is shown before the block is entered.
 
     Args:
-      stages: Number of steps of each stage, keyed by name, in the order in which the stages run.
-      console: Console to write to. If None, it is standard output.
-      interval_s: Minimum number of seconds between plain lines inside a stage.
-      clock: Monotonic clock in seconds.
+      stages: number of steps of each stage, keyed by name, in the order in which the stages run.
+      console: console to write to. If None, it is standard output.
+      interval_s: minimum number of seconds between plain lines inside a stage.
+      clock: monotonic clock in seconds.
     """
     self._stages = dict(stages)
     self._console = console or Console()
@@ -135,7 +135,7 @@ class ProgressDisplay:
     """Returns the estimated remaining time of the run as text.
 
     It is the number of remaining steps times the median duration of a step. The text begins with
-    '~' if further stages follow, since their steps may take longer or shorter.
+    '~' if further stages follow, since their steps may be faster or slower.
     """
     if not self._times:
       return '?'

@@ -3,8 +3,8 @@
 The page is a single file that needs no network. It is built only from the run's logs, so that it
 can be rebuilt from them at any time. The contents of the logs are treated purely as data. They are
 embedded as JSON in which `<` is escaped, and the page's script inserts them into the document only
-as text nodes. The page's content security policy admits no other script than the report's own,
-which it identifies by its digest.
+as text nodes. The page's content security policy admits only the report's own script, which it
+identifies by its digest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Timeline of a run, made from events.jsonl, and the idle time of trainer and rollout.
 
 Each exchange (a request and its reply) becomes a span on a lane. A step lasts from the end of one
-batch's training to the end of the next batch's training. It thus consists of the evaluation and
-commit of the previous batch, and then of publication, rollout and training. The first step of an
-attempt begins with the attempt's first event.
+batch's training to the end of the next batch's training. It therefore consists of the evaluation
+and commit of the previous batch, followed by publication, rollout and training. The first step of
+an attempt begins with the attempt's first event.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def _steps(spans: Sequence[Span], begun: Mapping[int, float]) -> list[Step]:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-  """Returns the union of intervals as disjoint intervals. The given intervals must be sorted by
-  start; the returned ones are.
+  """Returns the union of intervals as disjoint intervals. Both the given and the returned intervals
+  are sorted by start.
   """
   merged: list[tuple[float, float]] = []
   for start, end in intervals:
@@ -192,7 +192,7 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _share(busy: Sequence[tuple[float, float]], start: float, end: float) -> float:
-  """Returns the share of [start, end] that is covered by `busy`, which are disjoint intervals."""
+  """Returns the share of [start, end] that is covered by the disjoint, sorted intervals `busy`."""
   covered = 0.0
   for i in range(bisect.bisect_right(busy, start, key=lambda interval: interval[1]), len(busy)):
     if busy[i][0] >= end:

@@ -81,8 +81,8 @@ class MetricsWriter:
     """Opens the log.
 
     Args:
-      workdir: Run directory. It is created if it does not exist.
-      committed: Length of metrics.jsonl in bytes at the last commit. The file is truncated to it.
+      workdir: run directory. It is created if it does not exist.
+      committed: length of metrics.jsonl in bytes at the last commit. The file is truncated to it.
         If None, all complete lines are kept, and only an incomplete last line is removed.
 
     Raises:
@@ -251,13 +251,13 @@ class EvalsWriter:
 
 
 def file_name(name: str) -> str:
-  """Returns the name of a stage or suite, which is part of file names. Raises UserError if it has
-  characters that file names must not have.
+  """Checks the name of a stage or suite, which is part of file names, and returns it. Raises
+  UserError if it contains characters that are not permitted in file names.
   """
   if not re.fullmatch(r'\w[\w.@+ -]*', name):
     raise UserError(
-      f'stage or suite {name!r} names a file: use letters, digits and . _ - + @ only, starting '
-      'with a letter'
+      f'stage or suite {name!r}: its name is part of file names: use only letters, digits and '
+      '. _ - + @, starting with a letter'
     )
   return name
 

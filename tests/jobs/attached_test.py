@@ -76,7 +76,9 @@ def test_a_run_whose_only_server_is_stopped_ends_with_a_line_in_time_and_goes_on
     last = said.splitlines()[-1]
     # The fleet's limit and the server's own, which are equal, pass at the same time.
     assert re.match(
-      r'run stopped: .*no engine left(: none served for \S+=10 s)?; the last: engine vllm-0: ', last
+      r'run stopped: .*no engine left(: none served for \S+=10 s)?; '
+      'the last failure: engine vllm-0: ',
+      last,
     ), last
     assert 'Traceback' not in said
     assert children and psutil.wait_procs(children, timeout=30)[1] == []

@@ -164,7 +164,7 @@ def test_a_server_that_dies_at_start_shows_its_last_lines(tmp_path):
   )
   (line,) = [line for line in result.stderr.splitlines() if line.startswith('run stopped:')]
   assert (
-    'vLLM ended at start with exit code 2' in line
+    'vLLM exited at startup with code 2' in line
     and 'unrecognized arguments: --no-such-option' in line
   )
   assert 'Traceback' not in result.stderr

@@ -165,7 +165,7 @@ def test_a_bad_file_is_refused_before_anything_is_written(pair, params, tmp_path
           return publication
 
         fleet._folder.write = spoiled
-        with pytest.raises(RunError, match=r'0\.1 was not published, 0\.0 stays'):
+        with pytest.raises(RunError, match=r'0\.1 was not published, and version 0\.0 stays'):
           await fleet.load(weights(TIED, 2, B))
         fleet._folder.write = write
         assert [await serving.loaded(server) for server in pair] == before, (

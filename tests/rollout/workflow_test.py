@@ -65,11 +65,11 @@ WRONG = [
   ),
   (
     lambda runs: [renamed(runs[0], sample_index=2)],
-    f'sample {GROUP}/0 has index 2, wanted one of 2',
+    f'sample {GROUP}/0 has index 2, wanted 0 to 1',
   ),
   (
     lambda runs: [renamed(runs[0], sample_index=-1)],
-    f'sample {GROUP}/0 has index -1, wanted one of 2',
+    f'sample {GROUP}/0 has index -1, wanted 0 to 1',
   ),
   (
     lambda runs: [renamed(runs[0], sample_index=1)],

@@ -263,7 +263,7 @@ def test_a_commit_never_changes(tmp_path, one):
   saved = checkpoints(tmp_path)
   saved.save(1, one, HOST)
   before = {file: file.read_bytes() for file in files_of(tmp_path)}
-  with pytest.raises(RuntimeError, match='committed already'):
+  with pytest.raises(RuntimeError, match='already committed'):
     saved.save(1, {'x': one['x'] + 1}, {})
   assert {file: file.read_bytes() for file in files_of(tmp_path)} == before
 

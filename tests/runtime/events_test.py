@@ -141,7 +141,7 @@ def test_a_full_disk_is_one_clear_line_and_unwritten_lines_are_dropped(tmp_path)
   log._file = Full(room=50)
   log.message(Edge.TASK, group='a')
   with pytest.raises(
-    RunError, match=r'events\.jsonl: cannot be written \(No space left on device\); make room'
+    RunError, match=r'events\.jsonl: cannot be written \(No space left on device\); free disk space'
   ):
     log.advance(1)
   log.close()

@@ -118,7 +118,7 @@ def test_a_writer_without_a_connection_is_one_line_and_gets_the_rows_later(
   start.close()
   (line,) = [record.getMessage() for record in caplog.records]
   assert line.startswith(
-    'log writer lines: 2 of 2 rows are not written; the same command tries again; '
+    'log writer lines: 2 of 2 rows are not written; starting the run again writes them; '
     'ConnectionError: no route to host for …; see '
   )
   # The secret is in none of the files of the run.
@@ -140,7 +140,10 @@ def test_a_writer_that_hangs_never_blocks_the_run(tmp_path, caplog):
     time.sleep(0.02)  # polls
   start.write(5, 6)
   start.close()
-  said = '3 of 6 rows are not written; the same command tries again; it did not finish within 0.5 s'
+  said = (
+    '3 of 6 rows are not written; starting the run again writes them; it did not finish within '
+    '0.5 s'
+  )
   assert said in caplog.text and start.notes == []
   second = Run(run, lines_of(file), committed=None)
   second.close()
@@ -159,8 +162,8 @@ def test_a_missing_package_is_one_line_with_the_command(monkeypatch):
     ({'kind': 'wandb'}, "kind 'wandb', wanted 'module:attribute'"),
     ({'kind': 'no_module:A'}, "log writer 'no_module:A': no module 'no_module'"),
     ({'kind': 'fixtures.log_writers:Nothing'}, "has no 'Nothing'"),
-    ({'kind': 'fixtures.log_writers:Lines', 'options': {'path': 'x'}}, r"and \['path'\]"),
-    ({'kind': 'fixtures.log_writers:Lines', 'name': '../x'}, 'is that of a directory'),
+    ({'kind': 'fixtures.log_writers:Lines', 'options': {'path': 'x'}}, r"the options \['path'\]"),
+    ({'kind': 'fixtures.log_writers:Lines', 'name': '../x'}, 'is also the name of a directory'),
   ],
 )
 def test_a_wrong_writer_is_one_line_before_the_run(writer, message):
@@ -213,7 +216,7 @@ def test_no_library_of_a_writer_is_imported_before_it_is_used():
 def test_damaged_progress_is_one_line_that_names_the_file(tmp_path, text):
   (tmp_path / 'progress.json').write_text(text)
   with pytest.raises(
-    UserError, match=r'progress\.json: holds no progress of a log writer'
+    UserError, match=r'progress\.json: contains no valid state of a log writer'
   ) as error:
     State.read(tmp_path)
   assert '\n' not in str(error.value)

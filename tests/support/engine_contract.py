@@ -196,7 +196,7 @@ async def ask_indexed(engine, asked: Request) -> list:
 
 
 async def _bad_requests_are_refused(engine) -> None:
-  with pytest.raises(UserError, match='more than the 400'):
+  with pytest.raises(UserError, match='exceed the maximum length of 400'):
     await ask(engine, request(1, length=390, max_tokens=24))
   with pytest.raises(UserError, match=f'vocabulary of {VOCAB}'):
     await ask(engine, request(1, prompt=(3, VOCAB)))

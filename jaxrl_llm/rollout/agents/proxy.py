@@ -36,7 +36,7 @@ MAX_BODY = 4 << 20
 _HOST = '127.0.0.1'
 _WANTED = (
   'wanted "Authorization: Bearer KEY" with the key of an open session (OPENAI_API_KEY of an agent '
-  'that is running); a key ends with its agent'
+  'that is running); a key is valid only while its agent runs'
 )
 
 Handler = Callable[[web.BaseRequest, Session], Awaitable[web.StreamResponse]]

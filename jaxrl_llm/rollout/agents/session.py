@@ -1,4 +1,4 @@
-"""Session of an agent: its calls of the policy become one trajectory.
+"""Session of an agent, whose calls to the policy become one trajectory.
 
 Invariant: the policy's turns stay as they were sampled. An agent sends earlier turns back as
 messages with role 'assistant'. The session recognises these messages and replaces them by the
@@ -39,7 +39,7 @@ from jaxrl_llm.rollout.episodes.episode import (
 from jaxrl_llm.rollout.episodes.tool_calls import Parser, ToolCall
 
 CALLS, REFUSED = 'agent_calls', 'agent_refused'
-"""Names of two counts of an episode: calls of the policy, and refused requests."""
+"""Names of two counts of an episode: calls to the policy, and refused requests."""
 _LIMITS = {
   Finish.LENGTH: ('context_length_exceeded', 'of tokens (rollout.max_response_length)'),
   Finish.STEPS: ('too_many_steps', 'of conversations (rollout.max_steps)'),
@@ -67,8 +67,8 @@ class SessionOptions:
   takes_reward: bool = False
   """Whether the agent posts its own reward."""
   max_calls: int = 1
-  """Maximum number of calls in flight. The session answers them one at a time. Calls in flight
-  together rarely extend one conversation, so each but the first usually starts a new step.
+  """Maximum number of calls in flight. The session answers them one at a time. Concurrent calls
+  rarely extend the same conversation, so each of them except the first usually starts a new step.
   """
 
 
@@ -246,13 +246,14 @@ class Session:
     if self._in_flight > self._options.max_calls:
       raise Refusal(
         400,
-        f'another call of this session is in flight; the run permits {self._options.max_calls} at '
-        'a time (more than one if rollout.max_steps is above 1)',
+        f'too many calls of this session are in flight; the run permits {self._options.max_calls} '
+        'at a time (more than one only if rollout.max_steps is above 1)',
         code='concurrent_calls',
       )
     if request.tools and self._options.parser is None:
       self._fail(
-        'no form of tool calls fits the chat template; name one in rollout.workflow.options.parser'
+        'no parser of tool calls fits the chat template; name one in '
+        'rollout.workflow.options.parser'
       )
       raise Refusal(400, self.failure)
     long = [f'stop={text!r}' for text in request.stop if not self._is_token(text)]

@@ -4,7 +4,7 @@
   python verifiers_agent.py --env=CONFIG [--seat=NAME]
 
 The agent runs in a Python installation that has verifiers. The packages there may differ from the
-trainer's, so the agent imports nothing of jaxrl_llm. CONFIG is JSON as in verifiers' own `[env]`
+trainer's, so the agent imports nothing from jaxrl_llm. CONFIG is JSON as in verifiers' own `[env]`
 block, or just the id of a taskset.
 
 The first form writes the tasks as rows of a taskset, with the fields `prompt`, `system` and `idx`.
@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 MODEL = 'policy'
-"""Name of the model in requests. The proxy answers with the policy, whatever the name."""
+"""Name of the model in requests. The proxy answers requests for any name with the policy."""
 _POST_S = 60.0
 """Maximum seconds to post a reward."""
 
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
           file.write(json.dumps(row) + '\n')
     else:
       _post(_reward(asyncio.run(_played(environment, _index())), options.seat))
-  except (Exception, SystemExit) as error:  # verifiers calls sys.exit if nobody is logged in.
+  except (Exception, SystemExit) as error:  # verifiers exits if no user is logged in.
     version = importlib.metadata.version('verifiers')
     line = ' '.join(f'{type(error).__name__}: {error}'.split())
     print(f'verifiers {version}: {line[:2000]}', file=sys.stderr, flush=True)

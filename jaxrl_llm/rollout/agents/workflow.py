@@ -42,7 +42,9 @@ _MAX_CALLS = 8
 steps.
 """
 _TRIES = 3
-"""Maximum number of starts of an agent that keeps ending before its first call of the policy."""
+"""Maximum number of times that an agent is started if it keeps ending before its first call to the
+policy.
+"""
 _GRACE_S = 2.0
 """Seconds between SIGTERM and SIGKILL for an agent."""
 _LOG_BYTES = 4_000_000
@@ -151,7 +153,7 @@ class ExternalAgent(Episodes):
         logging.WARNING, 'task %s: %s: %s', 5, episode.task.uid, self._name, session.failure
       )
     if not episode.turns:
-      reason = session.failure or problem or 'it made no call of the policy'
+      reason = session.failure or problem or 'it made no call to the policy'
       raise RunError(
         f'{self._name}: ended before the first answer of the policy (task {episode.task.uid}): '
         f'{reason}; correct the agent'
@@ -187,8 +189,8 @@ class ExternalAgent(Episodes):
         await closing.aclose()
 
   async def _played_by_agent(self, episode: Episode, session: Session) -> str:
-    """Runs an agent until it ends. Returns an error message of one line, or an empty string if all
-    went well.
+    """Runs an agent until it ends. Returns an error message of one line, or an empty string if
+    there was no error.
     """
     async with self._proxy.open(session) as key:
       log = self._folder / f'{key}.log'
@@ -257,7 +259,7 @@ def _words(command: str) -> list[str]:
     raise UserError(f'rollout.workflow: command {command!r}: {error}') from None
   if not words:
     raise UserError(
-      f"rollout.workflow: command {command!r} has no word, wanted one such as 'external:python "
+      f"rollout.workflow: command {command!r} is empty, wanted one such as 'external:python "
       "agent.py'"
     )
   return words

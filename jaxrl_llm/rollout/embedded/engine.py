@@ -310,9 +310,9 @@ class EmbeddedEngine:
     length, where = len(request.prompt), f'request {request.uid}'
     if length + request.max_tokens > self._max_length:
       raise UserError(
-        f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the '
-        f'{self._max_length} of engine {self.name}; raise rollout.max_prompt_length or '
-        'max_response_length, or ask for fewer'
+        f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} exceed the maximum '
+        f'length of {self._max_length} of engine {self.name}; raise rollout.max_prompt_length or '
+        'max_response_length, or request fewer'
       )
     # The first decode step takes the prompt's last token, so prefill leaves it out.
     buckets = [bucket for bucket in self._programs.buckets if bucket >= length - 1]
@@ -323,8 +323,7 @@ class EmbeddedEngine:
       )
     if not all(0 <= token < self._vocab for token in (*request.prompt, *request.stop_ids)):
       raise UserError(
-        f'{where}: token ids outside the vocabulary of {self._vocab}; another tokenizer than the '
-        'model?'
+        f"{where}: token ids outside the vocabulary of {self._vocab}; use the model's tokenizer"
       )
     if len(request.stop_ids) > self._config.max_stop_ids:
       raise UserError(
@@ -362,7 +361,7 @@ class EmbeddedEngine:
           await self._wake.wait()
     except Exception as error:
       logging.exception(
-        'engine %s: a device call failed; %d requests with it',
+        'engine %s: a device call failed, and with it %d requests',
         self.name,
         len(self._scheduler.requests()),
       )

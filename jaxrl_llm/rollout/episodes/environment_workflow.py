@@ -136,8 +136,8 @@ class EnvironmentWorkflow(Episodes):
     environment = self._make(**self._options)
     if not isinstance(environment, Environment):
       raise UserError(
-        f'environment {self._name!r}: made a {type(environment).__name__}, which has no `reset`, '
-        '`step` and `close`'
+        f'environment {self._name!r}: is a {type(environment).__name__}, wanted an object with '
+        '`reset`, `step` and `close`'
       )
     try:
       yield environment

@@ -261,9 +261,9 @@ class Episode:
 
     Raises:
       OutOfTokens: the observations leave no tokens for a turn.
-      OutOfSteps: the turn would begin a step, and the trajectory has `max_steps` already.
+      OutOfSteps: the turn would begin a new step, but the trajectory already has `max_steps` steps.
       PromptTooLong: the first prompt has more tokens than permitted.
-      UnreadableObservation: the observations have no token, or cannot be rendered or encoded.
+      UnreadableObservation: the observations have no tokens, or cannot be rendered or encoded.
       RunError: there was no observation since the last turn, or a stop text is not a single token.
     """
     self._check_open('act')
@@ -276,7 +276,7 @@ class Episode:
       raise UnreadableObservation(f'{self._name}: turn {self.turns + 1}: {error}') from error
     if not prompt.tokens:
       raise UnreadableObservation(
-        f'{self._name}: the observation has no token, wanted at least one'
+        f'{self._name}: the observation has no tokens, wanted at least one'
       )
     if prompt.begins_step and self.steps == self._max_steps:
       raise OutOfSteps

@@ -85,7 +85,7 @@ class GymnasiumGame:
     if not (self._is_text or isinstance(space, gymnasium.spaces.Discrete)):
       raise UserError(f'its actions are {space}, wanted a space Text or Discrete')
     if self._actions and (self._is_text or len(self._actions) != space.n):
-      raise UserError(f'got {len(self._actions)} names of actions, and its actions are {space}')
+      raise UserError(f'got {len(self._actions)} names of actions, but its actions are {space}')
     return game
 
   def _shown(self, observation: Any) -> str:

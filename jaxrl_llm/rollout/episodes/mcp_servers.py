@@ -152,7 +152,7 @@ class _Session:
     self._task = asyncio.create_task(self._run(config))
 
   def leave(self) -> None:
-    """Requests the session to close."""
+    """Asks the session to close."""
     self._leave.set()
 
   @property
@@ -297,7 +297,9 @@ class _Server:
         async with asyncio.timeout(_PROBE_S):
           await client.list_tools(cache_mode='bypass')
       except Exception:
-        self._end(session, f'a call exceeded its deadline, and no answer for {_PROBE_S:g} s')
+        self._end(
+          session, f'a call exceeded its deadline, and then it did not answer for {_PROBE_S:g} s'
+        )
 
     if self._probing is None or self._probing.done():
       self._probing = asyncio.create_task(probe())
@@ -306,7 +308,7 @@ class _Server:
     """Closes a failed session. The next call opens a new one."""
     if session is not None and not session.has_ended:
       logging.log_first_n(
-        logging.WARNING, 'MCP server %s: is started again: %s', 20, self._name, reason
+        logging.WARNING, 'MCP server %s: will be restarted: %s', 20, self._name, reason
       )
       session.leave()
 

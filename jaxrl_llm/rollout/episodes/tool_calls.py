@@ -18,7 +18,7 @@ from jaxrl_llm.core.types import Json
 
 
 class ToolCall(NamedTuple):
-  """A call of a tool in the policy's text."""
+  """A tool call in the policy's text."""
 
   name: str
   arguments: Mapping[str, Json]
@@ -93,8 +93,8 @@ def choose_parser(kind: str, template: str) -> Parser:
   if 'ipython' in template or _PYTHON_TAG in template:
     return PARSERS['llama3']
   raise UserError(
-    'parser of tool calls: the chat template shows no form of tool calls that is known; name one '
-    f'of {", ".join(PARSERS)} or your own, in rollout.workflow.options.parser'
+    'parser of tool calls: no built-in parser fits the chat template; name one of '
+    f'{", ".join(PARSERS)}, or your own, in rollout.workflow.options.parser'
   )
 
 

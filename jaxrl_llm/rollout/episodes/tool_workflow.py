@@ -72,8 +72,8 @@ class ToolUse(Episodes):
         token.
       history: how messages are rendered if the chat template renders earlier turns differently from
         the tokens so far: 'keep' or 'template'. See `episode.History`.
-      deadline_s: maximum seconds for a call of a tool that is given as a function, or that belongs
-        to an MCP server.
+      deadline_s: maximum seconds for a call, if the tool is given as a function or belongs to an
+        MCP server.
     """
     self._given = [_tool(name, deadline_s) for name in tools]
     self._servers, self._deadline_s = dict(mcp or {}), deadline_s

@@ -23,7 +23,7 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 class ToolFailed(Exception):
-  """A call of a tool failed. The policy reads the exception's message as the result of the call."""
+  """A tool call failed. The policy reads the exception's message as the result of the call."""
 
 
 class Tool:
@@ -41,7 +41,8 @@ class Tool:
     Args:
       function: function, or coroutine function, with annotations and a docstring that describes
         each parameter under `Args:`. A plain function runs in a thread. Python cannot end a thread,
-        so a function that may hang should do its work in a process and end this process itself.
+        so a function that may hang should do its work in a separate process and end that process
+        itself.
       deadline_s: maximum seconds for a call. The wait until fewer than `MAX_THREADS` calls run in
         threads does not count.
       max_characters: maximum length of a result. The rest is cut off.

@@ -150,7 +150,7 @@ def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:
   with _reading('attempt'):
     row = field(body, 'attempt', dict)
     if wire.pack(row.get('task')) != wire.pack(group.order['task']):
-      raise ValueError('task differs from the one of the lease')
+      raise ValueError("task differs from the lease's task")
     for name in ('uid', 'finish_reason'):
       check_text(row, name)
     field(row, 'completion', str)
@@ -228,7 +228,7 @@ def _verdict(row: Any, *, turns: int) -> Verdict | None:
       raise ValueError(f'verdict has {value!r}, wanted a number within ±{MAX_REWARD:g}')
   evidence = field(row, 'evidence', str)
   if len(evidence) > MAX_EVIDENCE or type(_strict_json(evidence)) is not dict:
-    raise ValueError(f'evidence is no JSON object of at most {MAX_EVIDENCE} characters')
+    raise ValueError(f'evidence is not a JSON object of at most {MAX_EVIDENCE} characters')
   return wire.read_verdict(row)
 
 

@@ -114,7 +114,7 @@ class ExplorersConfig:
     if not (self.silent_s >= 3 * wire.ALIVE_S and self.nobody_s > 0):
       raise UserError(
         f'rollout.explorers: silent_s {self.silent_s} and nobody_s {self.nobody_s}, wanted at '
-        f'least {3 * wire.ALIVE_S:g} and more than 0'
+        f'least {3 * wire.ALIVE_S:g} and more than 0, respectively'
       )
 
 

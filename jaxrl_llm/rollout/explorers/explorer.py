@@ -150,7 +150,7 @@ class Link:
             raise RunError(value)
           if value is not True:
             yield value
-    raise MasterLost(f'{path}: the answer broke off')
+    raise MasterLost(f'{path}: the response ended early')
 
   @contextlib.asynccontextmanager
   async def _posted(

@@ -61,7 +61,7 @@ class Generated:
             f'generated as version {segment.version} for this lease'
           )
     if (trained := sample.loss_mask & ~sample.sampled).any():
-      raise ValueError(f'token {np.argmax(trained)} is in loss_mask, and was not sampled')
+      raise ValueError(f'token {np.argmax(trained)} is in loss_mask, but was not sampled')
 
   def _check_source(self, source: _Source) -> None:
     sources = {(part.version, part.engine) for part in self._parts}
@@ -73,7 +73,7 @@ class Generated:
     if source not in self._parts:
       wanted = sorted({part.temperature for part in self._parts})
       raise ValueError(
-        f'temperature is {source.temperature}, wanted that of the requests for its tokens: {wanted}'
+        f'temperature is {source.temperature}, wanted one at which tokens were requested: {wanted}'
       )
 
 

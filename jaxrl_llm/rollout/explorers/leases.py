@@ -300,8 +300,8 @@ class Leases:
           taskset = group.order['task']['taskset']
           error = RunError(
             f'explorers: a group of taskset {taskset} was lost {group.losses} times, most recently '
-            f'because {why}; a workflow may not end its process, block it for '
-            'rollout.explorers.silent_s, or break the limits of the run'
+            f'because {why}; a workflow must not end its process, block it for '
+            'rollout.explorers.silent_s, or exceed the limits of the run'
           )
           group.fail(error)
       self._work.notify_all()

@@ -148,7 +148,7 @@ def _checked(
   finish = _FINISHES[reason]
   if finish == Finish.STOP and (not len(tokens) or int(tokens[-1]) not in request.stop_ids):
     raise ValueError(
-      f'stopped after {len(tokens)} tokens, and the last is not one of its stop ids '
+      f'stopped after {len(tokens)} tokens, but the last is not one of the stop ids '
       f'{request.stop_ids}'
     )
   if finish == Finish.LENGTH and len(tokens) != request.max_tokens:
@@ -189,7 +189,7 @@ def _check_repetition(
   if detection is None:
     if finish == Finish.REPETITION:
       raise UserError(
-        f'{where}: the server ended a completion for repetition, which was not asked for; set '
+        f'{where}: the server ended a completion for repetition, which was not requested; set '
         "rollout.repetition_detection to the server's rule, or remove the rule from the server"
       )
     return
@@ -202,5 +202,5 @@ def _check_repetition(
   if finish != Finish.REPETITION and end is not None and end < len(tokens):
     raise UserError(
       f'{where}: the server went on after a repetition that rollout.repetition_detection ends '
-      f'after {end} tokens; use vLLM 0.32, which knows the sampling parameter'
+      f'after {end} tokens; use vLLM 0.32, which supports the sampling parameter'
     )

@@ -150,7 +150,8 @@ class VllmClient:
       ) from None
     except (KeyError, TypeError, ValueError):
       raise UserError(
-        f'engine {self.name}: {self.address} is not a vLLM server: its /v1/models has another form'
+        f'engine {self.name}: {self.address} is not a vLLM server: its response to /v1/models does '
+        'not have the expected form'
       ) from None
     except StopIteration:
       raise UserError(
@@ -303,7 +304,7 @@ class VllmClient:
       ) from None
 
   async def init_transfer(self, info: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
-    """Initializes the weight transfer. This is called once, before the server's first update. The
+    """Initializes the weight transfer. Call this once, before the server's first update. The
     content of `info` depends on the transfer backend.
     """
     await self.call(

@@ -331,7 +331,7 @@ class Fleet:
     async with self._loading:
       self._check_alive()
       self._released = how
-      if self._watcher is not None:  # If there is no watcher yet, `start` releases them.
+      if self._watcher is not None:  # Otherwise, `start` will do it.
         await self._release_all(how)
 
   async def _release_all(self, how: str) -> None:
@@ -414,8 +414,8 @@ class Fleet:
           self._serve(replica)
         self._dispatcher.dispatch()
         raise RunError(
-          f'version {weights.version} was not published, {self._version or "none"} stays: '
-          f'{refusals[0]}'
+          f'version {weights.version} was not published, and version {self._version or "none"} '
+          f'stays in service: {refusals[0]}'
         )
       for replica in held:
         # Other servers accepted the files, so this server is at fault. Forgetting its weights
@@ -436,7 +436,7 @@ class Fleet:
   def _measure_publication(self, publication: Publication) -> None:
     nbytes = publication.sent_bytes
     if publication.deltas and not self._current.publication.deltas:
-      # After the deltas, whole weights were published, too (`_in_full`).
+      # In addition to the deltas, the whole weights were published (`_in_full`).
       nbytes += publication.nbytes
     self._seconds['perf/publish_bytes'] = float(nbytes)
     if publication.changed_fraction is not None:
@@ -486,7 +486,9 @@ class Fleet:
     except (Refused, Unproven) as error:
       if not current.publication.deltas:
         raise
-      logging.warning('engine %s: gets whole weights after a delta: %s', replica.name, error)
+      logging.warning(
+        'engine %s: gets whole weights, because it could not use a delta: %s', replica.name, error
+      )
       await self._send(replica, await self._in_full(current))
     if replica.speculates and not replica.is_tested:
       replica.sampling_fault = await sampling_fault(
@@ -589,7 +591,7 @@ class Fleet:
         self._fail(
           RunError(
             'no engine left: none served for '
-            f'rollout.vllm.start_deadline_s={self._config.start_deadline_s:g} s; the last: '
+            f'rollout.vllm.start_deadline_s={self._config.start_deadline_s:g} s; the last failure: '
             f'{self._last_trouble}'
           )
         )
@@ -637,7 +639,7 @@ class Fleet:
       else:
         logging.error('engine %s: given up: %s', replica.name, error)
         if all(r.state == ReplicaState.GONE for r in self.replicas):
-          self._fail(RunError(f'no engine left; the last: {error}'))
+          self._fail(RunError(f'no engine left; the last failure: {error}'))
     self._changed.set()
     self._dispatcher.dispatch()
 
@@ -773,15 +775,15 @@ class Fleet:
     where, length = f'request {request.uid}', len(request.prompt)
     if length + request.max_tokens > self._requirements.max_length:
       raise UserError(
-        f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} are more than the '
-        f'{self._requirements.max_length} of engine {self.name}; raise '
-        'rollout.max_prompt_length or max_response_length, or ask for fewer'
+        f'{where}: {length} prompt tokens and max_tokens {request.max_tokens} exceed the maximum '
+        f'length of {self._requirements.max_length} of engine {self.name}; raise '
+        'rollout.max_prompt_length or max_response_length, or request fewer'
       )
     tokens = (*request.prompt, *request.stop_ids)
     if min(tokens) < 0 or max(tokens) >= self._spec.vocab_size:
       raise UserError(
-        f'{where}: token ids outside the vocabulary of {self._spec.vocab_size}; another tokenizer '
-        'than the model?'
+        f"{where}: token ids outside the vocabulary of {self._spec.vocab_size}; use the model's "
+        'tokenizer'
       )
     if reason := self._config.unsupported(request.sampling):
       raise UserError(f'{where}: {reason}')
@@ -840,8 +842,8 @@ class Fleet:
         self._dispatcher.release(replica)
       failures += replica in self.replicas
     raise RunError(
-      f'request {request.uid}, sample {index}: lost {self._config.max_retries + 1} times, the '
-      f'last: {error}'
+      f'request {request.uid}, sample {index}: lost {self._config.max_retries + 1} times; the '
+      f'last error: {error}'
     )
 
   def _named(self, completion: Completion) -> Completion:

@@ -41,7 +41,7 @@ from jaxrl_llm.weights.tensor_files import FileLayout, Slice, TensorWriter, writ
 FILE = 'weights.safetensors'
 DELTA = 'delta.safetensors'
 MANIFEST = 'manifest.json'
-_ANOTHER = 'is this a model other than the one at the start?'
+_ANOTHER = 'has the model changed since the start?'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -349,13 +349,13 @@ class PublicationFolder:
     """Returns a publication of the same version without deltas, after a server could not use them.
 
     Raises:
-      ValueError: the version is not the newest any more.
+      ValueError: the version is no longer the newest.
       RunError: the file cannot be written.
     """
     with writing(self.root), self._lock:
       newest = self._newest
       if newest is None or newest.label != publication.label:
-        raise ValueError(f'version {publication.version} is not the newest any more')
+        raise ValueError(f'version {publication.version} is no longer the newest')
       if newest.deltas:
         digests, slices = newest.digests, newest.slice_digests
         fraction = newest.changed_fraction

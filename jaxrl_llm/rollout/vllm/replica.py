@@ -217,7 +217,7 @@ class Replica:
       await self.client.sleep(deadline_s=deadline_s)
     except Refused as error:
       raise UserError(
-        f"phases.engine: 'sleep', and engine {self.name} cannot sleep: {error}; wanted a server on "
+        f"phases.engine: 'sleep', but engine {self.name} cannot sleep: {error}; wanted a server on "
         "a GPU with --enable-sleep-mode, or phases.engine='destroy'"
       ) from None
 
@@ -232,7 +232,7 @@ class Replica:
     """
     if self.version is not None and (label := await self.client.served_label()) != self.label:
       raise Lost(
-        f'engine {self.name}: serves {label!r} and not {self.label}; it was restarted from outside '
+        f'engine {self.name}: serves {label!r}, wanted {self.label}; it was restarted from outside '
         'the run'
       )
 
@@ -249,9 +249,9 @@ class Replica:
 
     Raises:
       Refused: the files are not those announced, or do not fit the model. Nothing was written, and
-        the previous version stays in service. The exception are deltas that a server of several
-        workers refuses: its weights are then unknown, it stays paused, and whole weights must
-        follow.
+        the previous version stays in service. The exception is a delta that a server with several
+        workers refuses: the server's weights are then unknown, it stays paused, and whole weights
+        must follow.
       Unproven, Lost: the server's weights are wrong (Unproven) or unknown (Lost).
     """
     self.settled.clear()
@@ -317,8 +317,8 @@ class Replica:
   def _check_digests(self, digests: list[dict[str, str]], publication: Publication) -> None:
     if len(digests) != len(self.slices):
       raise Unproven(
-        f'engine {self.name}: {len(digests)} workers answered, wanted the {len(self.slices)} of '
-        'the start'
+        f'engine {self.name}: {len(digests)} workers answered, wanted {len(self.slices)} as at the '
+        'start'
       )
     for worker, (loaded, slices) in enumerate(zip(digests, self.slices)):
       wanted = _expected(publication, slices)
@@ -378,11 +378,11 @@ class Replica:
       workers = await self.client.weights()
     except RemoteError as error:
       raise UserError(
-        f'{where}: lacks jaxrl_llm as worker extension ({error}); start it with jaxrl serve'
+        f'{where}: has no worker extension of jaxrl_llm ({error}); start it with jaxrl serve'
       ) from None
     if any(worker['device'] == JAX_DEVICE for worker in workers):
       raise UserError(
-        f'{where}: computes with JAX, as vLLM does on TPUs, where it takes no weights while it '
+        f'{where}: computes with JAX, as vLLM does on TPUs, where it cannot load weights while it '
         'runs; set rollout.engine=embedded, which samples on TPUs, or serve on GPUs'
       )
     self.slices = [worker['tensors'] for worker in workers]
@@ -419,17 +419,17 @@ def _check_worker(where: str, worker: Mapping[str, Any], wanted: Requirements) -
   """Raises UserError if a worker's logprobs, decoding or adapters do not suit the run."""
   if worker.get('logprobs_mode', PROCESSED) != PROCESSED:
     raise UserError(
-      f'{where}: gives {worker["logprobs_mode"]}, wanted {PROCESSED} (of the '
+      f'{where}: returns {worker["logprobs_mode"]}, wanted {PROCESSED} (of the '
       'temperature-scaled distribution); start it with jaxrl serve'
     )
   if worker.get('speculative') and not wanted.speculative:
     raise UserError(
-      f'{where}: speculates; declare that in rollout.vllm.args.speculative_config, because '
-      f'{SPECULATION}'
+      f'{where}: decodes speculatively; declare that in rollout.vllm.args.speculative_config, '
+      f'because {SPECULATION}'
     )
   if worker.get('adapter_rank', 0) < wanted.adapter_rank:
     raise UserError(
-      f'{where}: takes no adapters of rank {wanted.adapter_rank} while it runs; start it with '
+      f'{where}: cannot load adapters of rank {wanted.adapter_rank} while it runs; start it with '
       f'jaxrl serve … -- --enable-lora --max-loras 2 --max-lora-rank '
       f'{lora_rank(wanted.adapter_rank)}, or set rollout.vllm.lora=merged'
     )

@@ -91,7 +91,7 @@ async def sampling_fault(
   if drafted < _MIN_DRAFTED:
     return (
       f'only {drafted:g} tokens were drafted in the self-test, wanted at least {_MIN_DRAFTED}, so '
-      'it has no result'
+      'the test has no result'
     )
   return None
 

@@ -54,8 +54,9 @@ _OURS = (
 )
 """vLLM options that users may not set, because the trainer depends on their values."""
 SPECULATION = (
-  'with speculation, only greedy requests are served, and, after a self-test, those at temperature '
-  '1 without top_p or top_k, because vLLM 0.32 samples off the distribution with n-gram drafts'
+  'with speculative decoding, only greedy requests are served and, after a self-test, those at '
+  'temperature 1 without top_p or top_k, because vLLM 0.32 samples from a wrong distribution with '
+  'n-gram drafts'
 )
 
 
@@ -184,19 +185,19 @@ class VllmConfig:
       )
     if self.devices and not self.attached and len(self.devices) != self.servers:
       raise UserError(
-        f'rollout.vllm.devices: {len(self.devices)} entries for servers={self.servers}; one each'
+        f'rollout.vllm.devices: {len(self.devices)} entries, wanted one for each of the '
+        f'servers={self.servers}'
       )
     if self.transfer == 'ipc' and self.attached:
       raise UserError(
-        "rollout.vllm.transfer: 'ipc' shares a GPU's memory with owned servers, and "
+        "rollout.vllm.transfer: 'ipc' shares a GPU's memory with owned servers, but "
         f'rollout.vllm.{"addresses" if self.addresses else "discover"} names '
-        'attached ones; set it to nccl or files'
+        'attached servers; set it to nccl or files'
       )
     if self.lora == 'adapter' and self.transfer != 'files':
       raise UserError(
-        "rollout.vllm.lora: 'adapter' is read by vLLM from files, and rollout.vllm.transfer is "
-        f'{self.transfer!r}; set '
-        'it to files, or lora to merged'
+        "rollout.vllm.lora: vLLM reads an 'adapter' from files, but rollout.vllm.transfer is "
+        f'{self.transfer!r}; set transfer to files, or lora to merged'
       )
     if self.full_every > 1 and (self.transfer != 'files' or self.lora == 'adapter'):
       other = f'transfer={self.transfer}' if self.transfer != 'files' else 'lora=adapter'
@@ -283,7 +284,7 @@ def check_environment(environment: str) -> pathlib.Path:
     raise UserError(f'rollout.vllm.environment: {environment}: has no vLLM; {remedy}')
   if not _distributions(python, 'xxhash'):
     raise UserError(
-      f'rollout.vllm.environment: {environment}: has no xxhash, which digests what is loaded; '
+      f'rollout.vllm.environment: {environment}: has no xxhash, which computes digests of weights; '
       f'install it with `uv pip install --python {python} xxhash`'
     )
   return python
@@ -480,9 +481,8 @@ def _checked_workers(config: VllmConfig, args: Mapping[str, Any]) -> int:
   workers = int(size)
   if config.transfer == 'ipc' and workers > 1:
     raise UserError(
-      "rollout.vllm.transfer: 'ipc' reaches one GPU, and rollout.vllm.args.tensor_parallel_size "
-      f'is {workers}; set it '
-      'to nccl or files'
+      "rollout.vllm.transfer: 'ipc' reaches only one GPU, but "
+      f'rollout.vllm.args.tensor_parallel_size is {workers}; set transfer to nccl or files'
     )
   if config.transfer != 'files' and int(args.get('data_parallel_size', 1)) > 1:
     raise UserError(
@@ -523,8 +523,8 @@ def lora_rank(rank: int) -> int:
   """
   if rank > _LORA_RANKS[-1]:
     raise UserError(
-      f'policy.lora.rank: {rank}, and vLLM takes adapters of at most {_LORA_RANKS[-1]}; lower it, '
-      'or set rollout.vllm.lora=merged'
+      f'policy.lora.rank: {rank}, but vLLM loads adapters of rank {_LORA_RANKS[-1]} at most; lower '
+      'it, or set rollout.vllm.lora=merged'
     )
   return next(r for r in _LORA_RANKS if r >= rank)
 
@@ -629,7 +629,7 @@ class OwnedServer:
         while not await client.is_healthy(deadline_s=5.0):
           if not self.is_running():
             raise RunError(
-              f'engine {self.name}: vLLM ended at start with exit code {self._child.exit_code}; '
+              f'engine {self.name}: vLLM exited at startup with code {self._child.exit_code}; '
               f'the last lines of {self.log}: {self.last_lines()}'
             )
           await asyncio.sleep(0.2)

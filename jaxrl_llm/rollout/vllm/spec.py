@@ -245,7 +245,7 @@ async def _check_tokenizer(replica: Replica, setting: EngineSetting) -> None:
   )
   if served is not None and served != wanted:
     raise UserError(
-      f'engine {replica.name} ({replica.client.address}): reads {setting.text[:40]!r} as tokens '
-      f'{served[:8]}, the '
-      f"policy as {wanted[:8]}; serve it with the policy's tokenizer"
+      f'engine {replica.name} ({replica.client.address}): encodes {setting.text[:40]!r} as tokens '
+      f"{served[:8]}, but the policy's tokenizer encodes it as {wanted[:8]}; serve it with the "
+      "policy's tokenizer"
     )

@@ -269,7 +269,7 @@ class SenderTransfer:
           answer = await self._ask(client, child, {'ok': True})
     except TimeoutError:
       raise Lost(
-        f'{client.name}: its sender did not {order["op"]} within {deadline_s:g} s'
+        f'{client.name}: its sender did not complete {order["op"]!r} within {deadline_s:g} s'
       ) from None
     if 'refused' in answer and not called:
       raise Refused(f'{client.name}: {answer["refused"]}')

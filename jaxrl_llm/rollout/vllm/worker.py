@@ -303,7 +303,7 @@ def apply(changes: Iterable[Change]) -> None:
 
 
 class Update(Protocol):
-  """A publication of the trainer to a worker; `UpdateInfo` describes the fields."""
+  """A publication that the trainer sends to a worker; `UpdateInfo` describes the fields."""
 
   directory: str
   files: Mapping[str, Mapping[str, str]]

@@ -1,8 +1,8 @@
 """Log writers that run in separate processes.
 
-Invariant: a log writer cannot end or block the run. The run waits for a writer only when it ends,
-and for a bounded time. The run reports the first error of a writer in one line, and counts the rows
-that the writer loses. The writer's own log has all of its errors.
+Invariant: a log writer cannot end or block the run. The run waits for a writer only at the end of
+the run, and for a bounded time. The run reports the first error of a writer in one line, and counts
+the rows that the writer loses. The writer's own log has all of its errors.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ProcessWriter:
       async with asyncio.timeout(deadline_s):
         while self._child.is_running():
           await asyncio.sleep(_LOOK_S)
-    # The error is a TimeoutError, or another OSError because the process has exited.
+    # The error is a TimeoutError at the deadline, or another OSError if the process has exited.
     except OSError as error:
       in_time = not isinstance(error, TimeoutError)
     await self._child.stop(owner='the run')
@@ -116,7 +116,9 @@ class ProcessWriter:
     behind = self._rows - state.rows
     parts = [f'{state.lost} of {self._rows} rows are lost'] if state.lost else []
     if behind > 0:
-      parts.append(f'{behind} of {self._rows} rows are not written; the same command tries again')
+      parts.append(
+        f'{behind} of {self._rows} rows are not written; starting the run again writes them'
+      )
     if not in_time:
       parts.append(f'it did not finish within {deadline_s:g} s (logging.close_s)')
     if state.error and not self._noted:

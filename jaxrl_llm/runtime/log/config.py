@@ -58,13 +58,13 @@ class LogWriterConfig:
   def __post_init__(self):
     if ':' not in self.kind:
       raise UserError(
-        f"logging.writers: kind {self.kind!r}, wanted 'module:attribute' (TensorBoard and W&B have "
-        'fields of their own: logging.tensorboard, logging.wandb)'
+        f"logging.writers: kind {self.kind!r}, wanted 'module:attribute' (to turn on TensorBoard "
+        'or W&B, set logging.tensorboard or logging.wandb)'
       )
     if not re.fullmatch(r'\w[\w.-]*', self.label):
       raise UserError(
-        f'logging.writers: the name {self.label!r} is that of a directory: use letters, digits and '
-        '. _ - only, starting with a letter'
+        f'logging.writers: the name {self.label!r} is also the name of a directory: use only '
+        'letters, digits and . _ -, starting with a letter'
       )
 
 
@@ -130,6 +130,6 @@ class LoggingConfig:
         inspect.signature(make).bind(run, **writer.options)
       except TypeError as error:
         raise UserError(
-          f'logging.writers: {writer.kind!r} does not take a run and {sorted(writer.options)} '
-          f'({error})'
+          f'logging.writers: {writer.kind!r} cannot be called with a run and the options '
+          f'{sorted(writer.options)} ({error})'
         ) from None

@@ -67,7 +67,7 @@ class State:
         raise ValueError(f'{state}, wanted two numbers of rows and a text')
     except (ValueError, TypeError) as error:
       raise UserError(
-        f'{file}: holds no progress of a log writer ({one_line(error, 100)}); restore it, or '
+        f'{file}: contains no valid state of a log writer ({one_line(error, 100)}); restore it, or '
         f'remove {directory} to write all rows of the run again'
       ) from None
     return state

@@ -51,7 +51,7 @@ class LocalWriter:
     return [f'log writer {self.name}: {self._error}; the run continues']
 
   async def close(self, deadline_s: float) -> list[str]:
-    """Closes the writer. Returns a message if that fails."""
+    """Closes the writer. Returns a message about the failure, if there is one."""
     try:
       self._writer.close()
     except OSError as error:

@@ -62,7 +62,7 @@ def test_a_server_with_another_tokenizer_is_refused(prepared, tmp_path, answer, 
 
   if refused:
     with pytest.raises(
-      UserError, match=r"vllm-0 .*reads '.*' as tokens .* serve it with the policy's tokenizer"
+      UserError, match=r"vllm-0 .*encodes '.*' as tokens .* serve it with the policy's tokenizer"
     ):
       asyncio.run(main())
   else:

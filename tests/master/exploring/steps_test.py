@@ -201,9 +201,9 @@ VIOLATIONS = {
   'another number': (replaced(1, step_index=2), r'wanted \(\S+, \d, 1\)'),
   'another trajectory': (replaced(1, trajectory_id='x'), r"is \(trajectory, index, step\) \('x'"),
   'another group': (replaced(1, group_id='x'), r'of group x, wanted sample'),
-  'another task': (replaced(1, task_id='train:x'), r'is of task train:x, visit 0, wanted those of'),
+  'another task': (replaced(1, task_id='train:x'), r'has task train:x, visit 0, wanted those of'),
   'another visit': (replaced(1, visit=7), r'visit 7, wanted those of its group'),
-  'no span': (replaced(1, segments=()), r'token \d+ was sampled, and no segment covers it'),
+  'no span': (replaced(1, segments=()), r'token \d+ was sampled, but no segment covers it'),
 }
 
 

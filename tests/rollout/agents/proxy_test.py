@@ -268,7 +268,7 @@ def test_messages_without_a_token_end_the_session_and_not_the_run(tokenizer):
     async with opened(tokenizer, 'ab$') as agent:
       answer, _ = await agent.say(USER)
       status, body = await agent.post(messages=[USER, answer, {'role': 'user', 'content': ''}])
-      assert status == 400 and 'the observation has no token' in body['error']['message']
+      assert status == 400 and 'the observation has no tokens' in body['error']['message']
       assert 'has no token' in agent.session.failure
 
   asyncio.run(check())

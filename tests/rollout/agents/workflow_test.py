@@ -141,7 +141,7 @@ def test_addresses_without_a_proxy_are_those_of_both_variables(tokenizer, monkey
 @pytest.mark.parametrize(
   ('flags', 'command', 'line'),
   [
-    (('mute',), None, 'it made no call of the policy'),
+    (('mute',), None, 'it made no call to the policy'),
     (('mute', 'say=no key', 'exit=2'), None, 'exit code 2: no key'),
     ((), 'no-such-agent', 'no-such-agent cannot be started'),
   ],
@@ -205,7 +205,7 @@ def test_a_task_that_no_environment_variable_holds_is_one_line():
 @pytest.mark.parametrize(
   ('options', 'line'),
   [
-    ({'command': ''}, "command '' has no word"),
+    ({'command': ''}, "command '' is empty"),
     ({'command': 'echo "'}, 'No closing quotation'),
     ({'reward': 'mine'}, "options.reward: got 'mine', wanted one of scorers, agent"),
     ({'filtered': 'no'}, "options.filtered: got 'no', wanted one of reject, ignore, unscorable"),

@@ -584,7 +584,10 @@ def test_leaving_the_iteration_frees_the_slots(runner, engine):
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [
-    ({'length': 5, 'max_tokens': 36}, '5 prompt tokens and max_tokens 36 are more than the 40'),
+    (
+      {'length': 5, 'max_tokens': 36},
+      '5 prompt tokens and max_tokens 36 exceed the maximum length of 40',
+    ),
     ({'length': 18}, r'a prompt of 18 tokens fits none of .*\(8, 16\); add one of at least 17'),
     ({'prompt': (1, VOCAB)}, 'outside the vocabulary of 40'),
     ({'stop_ids': (-1,)}, 'outside the vocabulary of 40'),

@@ -157,7 +157,7 @@ def test_a_step_that_observes_nothing_makes_the_sample_unscorable(tokenizer):
   for _, _, verdict, *_ in plain(tokenizer, trouble='silence'):
     assert verdict.value is None
     assert 'Plain: rollout.workflow: episode' in verdict.evidence['error']
-    assert verdict.evidence['error'].endswith('the observation has no token, wanted at least one')
+    assert verdict.evidence['error'].endswith('the observation has no tokens, wanted at least one')
 
 
 def test_a_first_prompt_that_is_too_long_makes_the_sample_unscorable(tokenizer):

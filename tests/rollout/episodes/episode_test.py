@@ -303,7 +303,7 @@ def _twice(episode):
     (lambda e: [e.count(str(i)) for i in range(257)], 'a reward of 257 counts, wanted at most 256'),
     (lambda e: e.count('a\nb'), "has a count 'a\\nb', wanted a name of at most 1024 characters"),
     (lambda e: e.count('a', 'b'), "count 'a' is 'b', wanted a number from"),
-    (lambda e: [e.observe(''), e.act()][1], 'the observation has no token, wanted at least one'),
+    (lambda e: [e.observe(''), e.act()][1], 'the observation has no tokens, wanted at least one'),
     (_twice, 'end() follows end(); an episode ends once'),
     (lambda e: [e.observe('a'), e.act(stop=['ab'])][1], "stop 'ab' has 2 tokens, wanted one"),
     (

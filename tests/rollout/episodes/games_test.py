@@ -82,7 +82,7 @@ def test_the_samples_of_a_group_begin_in_the_same_state(ascii_tokenizer):
   [
     ('gymnasium:NoSuch-v0', {}, "reset: NameNotFound: Environment `NoSuch` doesn't exist"),
     ('gymnasium:Pendulum-v1', {}, 'wanted a space Text or Discrete'),
-    (FOUND, {'actions': ['a']}, r'got 1 names of actions, and its actions are Discrete\(4\)'),
+    (FOUND, {'actions': ['a']}, r'got 1 names of actions, but its actions are Discrete\(4\)'),
   ],
 )
 def test_a_game_that_the_policy_cannot_play_ends_the_run_with_one_line(

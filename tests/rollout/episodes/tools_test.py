@@ -127,7 +127,8 @@ def test_the_chat_template_selects_the_parser(template, parser):
 
 
 @pytest.mark.parametrize(
-  ('kind', 'line'), [('auto', 'shows no form of tool calls'), ('x', "no 'x'; wanted auto, hermes")]
+  ('kind', 'line'),
+  [('auto', 'no built-in parser fits the chat template'), ('x', "no 'x'; wanted auto, hermes")],
 )
 def test_no_parser_is_one_line(kind, line):
   with pytest.raises(UserError, match=line) as caught:

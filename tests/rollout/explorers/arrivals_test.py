@@ -146,8 +146,8 @@ SEGMENT = [2, 5, 0, 2, 'engine', 'stop']
     ({'tokens': 'text'}, 'tokens is str, wanted bytes'),
     ({'tokens': b''}, 'tokens is empty'),
     ({'role': bytes_of([0, 0, 1, 1, 3], '|u1')}, 'role has 3, wanted at most 2'),
-    ({'loss_mask': b'\0\0\1\1\x07'}, 'loss_mask has other bytes than 0 and 1'),
-    ({'sampled': b'\0\0\1\1\xff'}, 'sampled has other bytes than 0 and 1'),
+    ({'loss_mask': b'\0\0\1\1\x07'}, 'loss_mask has bytes other than 0 and 1'),
+    ({'sampled': b'\0\0\1\1\xff'}, 'sampled has bytes other than 0 and 1'),
     (
       {'behaviour_logprobs': bytes_of([0, 0, -1, 5, 0], '<f4')},
       'behaviour_logprobs has 5.0, wanted at most 0',
@@ -201,7 +201,7 @@ SEGMENT = [2, 5, 0, 2, 'engine', 'stop']
     ({'segments': [SEGMENT, SEGMENT]}, r'segment \[2, 5\), wanted it inside \[5, 5\)'),
     (
       {'segments': [[2, 4, 0, 2, 'engine', 'stop']]},
-      'token 4 was sampled, and no segment covers it',
+      'token 4 was sampled, but no segment covers it',
     ),
     (
       {'tokens': bytes_of([2, 3, 4, 8, 1], '<i4')},
@@ -216,10 +216,10 @@ SEGMENT = [2, 5, 0, 2, 'engine', 'stop']
       {'sampled': b'\0\1\1\1\1', 'segments': [[1, 5, 0, 2, 'engine', 'stop']]},
       r'tokens \[1, 5\) or their logprobs',
     ),
-    ({'loss_mask': b'\0\1\1\1\1'}, 'token 1 is in loss_mask, and was not sampled'),
+    ({'loss_mask': b'\0\1\1\1\1'}, 'token 1 is in loss_mask, but was not sampled'),
     (
       {'temperature': 0.0},
-      r'temperature is 0.0, wanted that of the requests for its tokens: \[1.0\]',
+      r'temperature is 0.0, wanted one at which tokens were requested: \[1.0\]',
     ),
     ({'schema': 99}, 'has schema 99'),
     ({'further': 1}, "unexpected keyword argument 'further'"),
@@ -333,13 +333,13 @@ def test_an_honest_attempt_passes_after_the_way_to_the_explorer_and_back():
   [
     (
       {'task': wire.task_row(dataclasses.replace(TASK, truth='b'))},
-      'task differs from the one of the lease',
+      "task differs from the lease's task",
     ),
     (
       {'task': wire.task_row(dataclasses.replace(TASK, fields={}))},
-      'task differs from the one of the lease',
+      "task differs from the lease's task",
     ),
-    ({'task': None}, 'task differs from the one of the lease'),
+    ({'task': None}, "task differs from the lease's task"),
     ({'uid': 'grpo/another/3/1'}, "uid is 'grpo/another/3/1', wanted grpo/"),
     ({'uid': 1}, 'uid is int, wanted str'),
     ({'completion': b'ab'}, 'completion is bytes, wanted str'),
@@ -429,10 +429,10 @@ def test_a_reward_of_the_environment_passes_the_way_to_the_master():
     ({'turn_values': ['1']}, "verdict has '1', wanted a number within"),
     ({'parts': {'a\nb': 1.0}}, 'name of a part has 3 characters'),
     ({'parts': {'a': float('inf')}}, 'verdict has inf, wanted a number within'),
-    ({'evidence': '[]'}, 'evidence is no JSON object'),
+    ({'evidence': '[]'}, 'evidence is not a JSON object'),
     ({'evidence': '{"a": NaN}'}, 'JSON has NaN'),
     ({'evidence': '{'}, 'verdict: '),
-    ({'evidence': f'{{"a": "{"a" * (1 << 16)}"}}'}, 'evidence is no JSON object of at most'),
+    ({'evidence': f'{{"a": "{"a" * (1 << 16)}"}}'}, 'evidence is not a JSON object of at most'),
     ({'other': 1}, 'verdict: TypeError'),
   ],
 )

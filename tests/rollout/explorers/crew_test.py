@@ -417,7 +417,7 @@ BAD_SAMPLES = {
     lambda one: altered(one, uid='another'),
     r'sample another of group grpo/\S+, wanted sample grpo/',
   ),
-  'index': (lambda one: altered(one, sample_index=3), 'has index 3, wanted one of 3'),
+  'index': (lambda one: altered(one, sample_index=3), 'has index 3, wanted 0 to 2'),
   'version': (
     lambda one: encode(dataclasses.replace(one, segments=OLDER(one))),
     r"version 0\.9 of engine 'fake' generated noth",
@@ -545,7 +545,7 @@ BAD_MESSAGES = [
     {'request': {**request_row(REQUEST), 'samples': 10**9}},
     'samples is 1000000000, wanted 1 … 4096',
   ),
-  (wire.SCORE, {'attempt': {'task': None}}, 'attempt: task differs from the one of the lease'),
+  (wire.SCORE, {'attempt': {'task': None}}, "attempt: task differs from the lease's task"),
   (
     wire.ASK,
     {'model': 'm', 'messages': [{'content': b''}], 'max_tokens': 1},

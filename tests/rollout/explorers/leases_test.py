@@ -345,7 +345,7 @@ def test_each_sample_is_handed_in_once_and_only_what_was_asked_for():
   assert not wanted.hand_in(Rollout(one, 'again'))
   assert wanted.hand_in(Rollout(zero, 'zero'))
   for other in (below, above):
-    with pytest.raises(ValueError, match=f'index {other.sample_index}, wanted one of 2'):
+    with pytest.raises(ValueError, match=f'index {other.sample_index}, wanted 0 to 1'):
       wanted.hand_in(Rollout(other, ''))
   for change in ({'uid': 's/t/0/0'}, {'group_id': 'another'}):
     with pytest.raises(ValueError, match='wanted sample s/t/0/1 of group s/t/0'):

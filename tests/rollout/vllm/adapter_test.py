@@ -294,7 +294,7 @@ def test_a_loaded_base_is_digested(folder, params, tmp_path):
 
 def test_ranks_are_rounded_up_to_those_of_vllm():
   assert [lora_rank(rank) for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
-  with pytest.raises(UserError, match='at most 512'):
+  with pytest.raises(UserError, match='rank 512 at most'):
     lora_rank(513)
 
 

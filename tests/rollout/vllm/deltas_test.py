@@ -150,7 +150,7 @@ def test_after_a_write_that_failed_the_next_version_is_whole(tmp_path):
   first = folder.write(V[0], leaves_of(near(0)))
   with pytest.raises(UserError, match='lack'):
     folder.write(V[1], leaves_of(near(1))[::2])
-  with pytest.raises(ValueError, match='not the newest'):
+  with pytest.raises(ValueError, match='no longer the newest'):
     folder.write_whole(first)
   assert bits(read_published(first)) == bits(near(0))
   again = folder.write(V[2], leaves_of(near(2)))
@@ -161,7 +161,7 @@ def test_after_a_write_that_failed_the_next_version_is_whole(tmp_path):
 def test_a_version_is_written_again_in_full_only_while_it_is_the_newest(tmp_path):
   folder = PublicationFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9)
   _, before, newest = (folder.write(V[step], leaves_of(near(step))) for step in range(3))
-  with pytest.raises(ValueError, match=r'version 0\.1 is not the newest any more'):
+  with pytest.raises(ValueError, match=r'version 0\.1 is no longer the newest'):
     folder.write_whole(before)
   whole = folder.write_whole(newest)
   assert not whole.deltas and whole.label == newest.label

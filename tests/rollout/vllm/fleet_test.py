@@ -386,7 +386,7 @@ def test_a_bad_file_is_refused_by_all_and_the_version_before_goes_on(tmp_path):
       waiting = asyncio.create_task(wave(fleet))
       error = await loading
       assert is_the_end(
-        error, 'version 0.2 was not published, 0.1 stays'
+        error, 'version 0.2 was not published, and version 0.1 stays'
       ) and 'as read, announced was' in str(error)
       assert versions([*await waiting, *await wave(fleet, begin=10)]) == {A} and fleet.version == A
       assert [await place.digests() for place in made] == before
@@ -402,7 +402,9 @@ def test_a_bad_file_and_a_death_at_once_leave_the_version_before(tmp_path):
     async with places(tmp_path, 2) as made, fleet_over(made, tmp_path) as fleet:
       spoil_next(fleet)
       made[0].faults.fault, made[0].faults.path = Fault.DIE, UPDATE
-      assert is_the_end(await outcome(fleet.load(weights(B))), '0.2 was not published, 0.1 stays')
+      assert is_the_end(
+        await outcome(fleet.load(weights(B))), '0.2 was not published, and version 0.1 stays'
+      )
       assert versions(await wave(fleet)) == {A}
       await made[0].restart()
       await back(fleet, made[0], A)
@@ -949,8 +951,11 @@ def test_a_server_of_another_dtype(tmp_path):
 @pytest.mark.parametrize(
   ('told', 'words'),
   [
-    ({'logprobs_mode': 'raw_logprobs'}, 'gives raw_logprobs, wanted processed_logprobs'),
-    ({'speculative': True}, 'speculates; declare that in rollout.vllm.args.speculative_config'),
+    ({'logprobs_mode': 'raw_logprobs'}, 'returns raw_logprobs, wanted processed_logprobs'),
+    (
+      {'speculative': True},
+      'decodes speculatively; declare that in rollout.vllm.args.speculative_config',
+    ),
     ({'device': 'jax', 'tensors': {}}, 'computes with JAX, as vLLM does on TPUs'),
     ({'logprobs_mode': 'processed_logprobs', 'speculative': False}, None),
   ],
@@ -1013,7 +1018,7 @@ def test_requests_that_no_server_would_take(tmp_path):
           'temperature 0.005; vLLM samples at 0 .* or from 0.01 to 2',
         ),
         ({'sampling': Sampling(temperature=3.0)}, 'temperature 3; vLLM samples at'),
-        ({'max_tokens': 396}, 'more than the 400'),
+        ({'max_tokens': 396}, 'exceed the maximum length of 400'),
         ({'prompt': (3, VOCAB)}, f'vocabulary of {VOCAB}'),
         ({'stop_ids': (VOCAB,)}, f'vocabulary of {VOCAB}'),
       ]:
@@ -1057,7 +1062,7 @@ RULE = RepetitionDetection(max_pattern_size=1, min_count=3)
 @pytest.mark.parametrize(
   ('rule', 'change', 'line'),
   [
-    (None, lambda choice: choice.update(finish_reason='repetition'), 'which was not asked for'),
+    (None, lambda choice: choice.update(finish_reason='repetition'), 'which was not requested'),
     (RULE, lambda choice: choice.update(finish_reason='repetition'), 'after .* wanted after more'),
     (RULE, endless, 'went on after a repetition that .* ends after 3 tokens'),
   ],

@@ -144,7 +144,9 @@ def test_a_server_that_does_not_come_back_is_given_up_and_the_others_serve(tmp_p
       assert versions(await wave(fleet)) == {B}
       processes[0]._limit = 2
       await fleet.release('destroy')
-      with pytest.raises(RunError, match=r'no engine left; the last: .*no room on the card'):
+      with pytest.raises(
+        RunError, match=r'no engine left; the last failure: .*no room on the card'
+      ):
         await fleet.restore()
 
   run(main)

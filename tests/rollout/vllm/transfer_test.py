@@ -420,8 +420,8 @@ def test_a_sender_that_dies_hangs_or_fails_in_a_send_is_lost_and_leaves_no_proce
     async with connected(folder) as (server, client, transfer):
       cases = [
         ('die', 60, 'exit code 9'),
-        ('hang with a child', 1.5, 'did not send within 1.5 s'),
-        ('be stopped', 1.5, 'did not send within 1.5 s'),
+        ('hang with a child', 1.5, "did not complete 'send' within 1.5 s"),
+        ('be stopped', 1.5, "did not complete 'send' within 1.5 s"),
         ('raise', 60, 'NCCL error'),
       ]
       for step, (fault, deadline_s, reason) in enumerate(cases):
