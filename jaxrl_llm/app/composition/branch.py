@@ -304,7 +304,7 @@ def complete(origin: Fork, config: Config, workdir: Workdir, taken: Taken) -> No
     if _algorithm(origin.config, host['stage']) != _algorithm(to_json(config), host['stage']):
       host['algorithm_state'] = None
     if host['best'] and host['best'][1] != origin.step:
-      host['best'] = None  # The commit of the best evaluation is not copied.
+      host['best'] = None  # That commit may not have been copied.
     host |= {
       'reset_optimizer': 'optimizer' in reset or host.get('reset_optimizer', False),
       'attempt': _attempt(path),

@@ -182,8 +182,8 @@ def _fitting_suites(
   for suite, tasks in suites:
     if not tasks:
       raise UserError(
-        f'evaluation.{suite.name}: every prompt is longer than {limit} tokens, or dropped by a '
-        'processor; raise the prompt limit, or take more tasks'
+        f'evaluation.{suite.name}: every task was dropped by a processor or has a prompt of more '
+        f'than {limit} tokens; raise the prompt limit, or take more tasks'
       )
   return suites
 

@@ -193,8 +193,8 @@ def _mean(weights: Sequence[Params]) -> Params:
 def begin_stage(
   stage: Stage, config: Config, state: LoopState, mesh: Mesh, critic: Model
 ) -> LoopState:
-  """Returns the state with which a stage begins: the previous policy, copied as the reference if
-  the algorithm needs one.
+  """Returns the state with which a stage begins: the previous policy, and a copy of it as the
+  reference if the algorithm needs one.
 
   The optimizer state is new. If the stage sets `keep_optimizer`, it contains the moments of the
   previous stage's optimizer.

@@ -291,7 +291,7 @@ def _refusal(
     )
   else:
     remedy = (
-      f'start another run in another --workdir (it keeps no commit up to step {newest} to '
+      f'start another run in another --workdir (the run keeps no commit up to step {newest} to '
       f'branch from, only those at {commits})'
     )
   return Unchangeable(

@@ -328,6 +328,6 @@ def _logs(keys: Import, ours: dict[str, Json]) -> None:
   if 'wandb' in places:
     ours['logging.wandb'] = {}
   elif not other:
-    keys.spare('report_to', 'files for TensorBoard are written unless logging.tensorboard is false')
+    keys.spare('report_to', 'logging.tensorboard is on by default')
   if other:
     keys.refuse('report_to', f'{other[0]}: for a custom writer, use logging.writers')

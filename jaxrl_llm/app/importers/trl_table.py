@@ -68,11 +68,11 @@ REWARDS: Mapping[str, Mapping[str, Json]] = {
 """This package's scorers, keyed by the name of TRL's reward function."""
 
 _RUN = NotNeeded('pass --workdir=DIR to jaxrl train; the same command resumes the run')
-_LOGGED = NotNeeded('metrics.jsonl, TensorBoard files and report.html are always written')
+_LOGGED = NotNeeded('metrics.jsonl, TensorBoard files and report.html are written by default')
 _LAUNCHED = NotNeeded(
   'learner.mesh sets the sharding; jaxrl launch starts jobs on several machines'
 )
-_LOADED = NotNeeded('rows are read directly, and cached in memory')
+_LOADED = NotNeeded('rows are read directly and kept in memory')
 _GENERATION = NotSupported('training needs samples from the whole distribution')
 _QUANTISED = NotSupported('weights are float32 or bfloat16')
 _NO_ADAPTER = NotSupported('an option of LoRA that this package does not have')
@@ -177,7 +177,7 @@ COMMON: Table = {
   'optim_args': NotSupported('the optimizer is AdamW'),
   'seed': Mapped('seed', integer),
   'data_seed': NotNeeded('`seed` determines every order'),
-  'full_determinism': NotNeeded('runs are deterministic'),
+  'full_determinism': NotNeeded('runs with the embedded engine are deterministic'),
   'eval_strategy': Mapped('evaluation, stages.NAME.evaluate_every'),
   'eval_steps': Mapped('stages.NAME.evaluate_every'),
   'eval_on_start': _off(NotSupported('evaluate the initial policy with jaxrl evaluate')),

@@ -257,7 +257,9 @@ def _logs(keys: Import, ours: dict[str, Json]) -> None:
   if 'wandb' in loggers:
     ours['logging.wandb.project'] = keys.get('trainer.project_name', 'verl_examples')
   else:
-    keys.spare('trainer.logger', 'a run always prints its steps, and writes files for TensorBoard')
+    keys.spare(
+      'trainer.logger', 'a run always prints its steps; logging.tensorboard is on by default'
+    )
     keys.spare('trainer.project_name', 'only W&B has projects')
   if other:
     keys.refuse('trainer.logger', f'{other[0]}: for a custom writer, use logging.writers')

@@ -298,7 +298,7 @@ _ROLLOUT: Table = {
   'log_prob_use_dynamic_bsz': _PACKED,
   'log_prob_max_token_len_per_gpu': _PACKED,
   'profiler.*': _PROFILED,
-  'trace.*': NotNeeded('every rollout is stored and shown in report.html'),
+  'trace.*': NotNeeded('every rollout is stored; report.html shows rollouts'),
   'free_cache_engine': _VLLM,
   'layered_summon': _VLLM,
   'load_format': _VLLM,
@@ -518,7 +518,7 @@ TABLE: Table = {
   'trainer.max_critic_ckpt_to_keep': NotNeeded('a commit contains the critic too'),
   'trainer.val_before_train': _off(
     NotSupported('evaluate the initial policy with jaxrl evaluate'),
-    'evaluations follow training steps',
+    'evaluations run only after training steps',
   ),
   'trainer.val_only': _off(NotSupported('use jaxrl evaluate')),
   'trainer.resume_mode': NotNeeded('the same command resumes the run'),
@@ -528,9 +528,9 @@ TABLE: Table = {
   'trainer.default_local_dir': NotNeeded('pass --workdir=DIR to jaxrl train'),
   'trainer.default_hdfs_dir': NotSupported('runs are written to a directory'),
   'trainer.rollout_data_dir': NotNeeded(
-    "the run's rollouts/ has all rollouts (logging.transcript_tokens)"
+    "rollouts are written to the run's rollouts/ (logging.transcript_tokens)"
   ),
-  'trainer.validation_data_dir': NotNeeded("the run's evals/ has all answers"),
+  'trainer.validation_data_dir': NotNeeded("all answers are written to the run's evals/"),
   'trainer.log_val_generations': NotNeeded('report.html shows them'),
   'trainer.n_gpus_per_node': NotNeeded('the mesh uses all devices of the job'),
   'trainer.nnodes': NotNeeded('jaxrl launch starts a job on several machines'),

@@ -126,7 +126,7 @@ def test_the_message_names_keys_reasons_and_a_commit_from_which_the_change_can_b
 
 def test_without_a_commit_to_branch_from_the_message_offers_none(config, tmp_path):
   workdir = run_of(tmp_path, config, 30)
-  message = r'it keeps no commit up to step 20 .*only those at \[30\]'
+  message = r'keeps no commit up to step 20 .*only those at \[30\]'
   with pytest.raises(Unchangeable, match=message) as caught:
     workdir.adopt(apply_overrides(config, {'stages.sft.steps': '25'}))
   assert 'branch_from' not in str(caught.value)
