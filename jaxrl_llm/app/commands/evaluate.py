@@ -31,7 +31,7 @@ flags.DEFINE_list(
   'steps', None, 'Steps of commits, 0 for the initial policy; all by default.', flag_values=FLAGS
 )
 flags.DEFINE_bool('json', False, 'Print one JSON document.', flag_values=FLAGS)
-flags.DEFINE_string('out', None, 'File to write a JSON line per completion to.', flag_values=FLAGS)
+flags.DEFINE_string('out', None, 'File for one JSON line per completion.', flag_values=FLAGS)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -52,7 +52,7 @@ flags.DEFINE_float(
   'min_priority', None, 'Leave out tasks with a lower priority.', flag_values=FLAGS
 )
 flags.DEFINE_float(
-  'deadline_s', 300.0, 'Longest wait for the rating of a task, in seconds.', flag_values=FLAGS
+  'deadline_s', 300.0, 'Time limit for the rating of a task in seconds.', flag_values=FLAGS
 )
 flags.DEFINE_enum(
   'on_failure',

@@ -59,7 +59,7 @@ flags.DEFINE_integer(
   flag_values=FLAGS,
 )
 flags.DEFINE_integer(
-  'gpus_per_trial', 0, 'GPUs that each trial sees; 0: all of them.', flag_values=FLAGS
+  'gpus_per_trial', 0, 'Number of GPUs that each trial sees; 0: all.', flag_values=FLAGS
 )
 flags.DEFINE_float(
   'grace_s', 600, 'Seconds that a trial has to commit when it is stopped.', flag_values=FLAGS

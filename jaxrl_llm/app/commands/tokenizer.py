@@ -27,7 +27,7 @@ _DEFINITIONS = (
     flags.DEFINE_integer,
     'size',
     None,
-    'Items drawn from a procedural source, or maximum rows read from another source.',
+    'Number of items drawn from a procedural source, or maximum number of rows of another source.',
   ),
   (flags.DEFINE_integer, 'seed', 0, 'Seed of a procedural source.'),
   (flags.DEFINE_string, 'prompt', None, "Template of the prompt; default: the source's."),

@@ -94,7 +94,8 @@ flags.DEFINE_string(
   flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_integer(
-  'num_processes', None, 'Processes of the job; overrides JAX_NUM_PROCESSES and detection.',
+  'num_processes', None,
+  'Number of processes of the job; overrides JAX_NUM_PROCESSES and detection.',
   lower_bound=1, flag_values=FLAGS,
 )  # fmt: skip
 flags.DEFINE_integer(

@@ -112,7 +112,7 @@ def publishing_program(config: Config, model: Model, mesh: Mesh) -> Program:
     )
 
   largest = max(programs, key=size)
-  return Program(f'publishing, its largest part ({largest})', lambda: programs[largest], 0)
+  return Program(f'largest program of publishing ({largest})', lambda: programs[largest], 0)
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Any:

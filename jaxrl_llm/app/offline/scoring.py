@@ -83,12 +83,12 @@ def _attempt(fields: Mapping[str, Json], taskset: str, uid: str) -> Attempt:
       got = (
         f'{name} is {json.dumps(value)[:80]}'
         if name in fields
-        else f'no {name} among {sorted(fields)}'
+        else f'{name} is missing among {sorted(fields)}'
       )
       raise ValueError(f'{got}, wanted {wanted}')
   reward_model, is_code = fields.get('reward_model'), fields.get('tests') is not None
   if reward_model is not None and 'ground_truth' not in reward_model:
-    raise ValueError(f'reward_model has {sorted(reward_model)}, wanted ground_truth in it')
+    raise ValueError(f'reward_model has {sorted(reward_model)}, wanted ground_truth')
   prompt = (
     [{'role': 'user', 'content': ''}]
     if is_code and fields.get('prompt') is None

@@ -60,7 +60,7 @@ async def serve(
     address,
     public,
   ):
-    print(f'sandboxes ({server.isolation}) serve at {public or address}', flush=True)
+    print(f'sandboxes ({server.isolation}) listen at {public or address}', flush=True)
     async with registering(registry, lease_of(Kind.SANDBOX, public or address, name)):
       write_addresses(FLAGS.addresses_file, [public or address])
       # Wait 'signal': unbounded: a service runs until a signal stops it.

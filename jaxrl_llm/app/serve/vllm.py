@@ -208,7 +208,7 @@ async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], le
 async def announce(servers: list[OwnedServer], addresses: list[str]) -> None:
   await asyncio.gather(*(server.ready(deadline_s=_START_DEADLINE_S) for server in servers))
   for server, address in zip(servers, addresses, strict=True):
-    print(f'{server.name} serves at {address}', flush=True)
+    print(f'{server.name} listens at {address}', flush=True)
   print(
     f"--config.rollout.engine=vllm --config.rollout.vllm.addresses='{json.dumps(addresses)}'",
     flush=True,

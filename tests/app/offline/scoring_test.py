@@ -73,7 +73,7 @@ def test_what_a_row_says_itself_comes_first(tmp_path):
   [
     ('{"prompt": ', 'Expecting value'),
     ('[1]', 'holds a JSON list, wanted an object'),
-    ({'prompt': 'x'}, "no completion among ['prompt'], wanted text"),
+    ({'prompt': 'x'}, "completion is missing among ['prompt'], wanted text"),
     ({'prompt': 'x', 'completion': 1}, 'completion is 1, wanted text'),
     ({'completion': 'x'}, "no 'prompt' or 'question'"),
     ({'prompt': 5, 'completion': 'x'}, "no 'prompt' or 'question' of text or messages"),
