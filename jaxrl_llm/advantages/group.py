@@ -85,8 +85,8 @@ def log_partition_baseline(
   """
   if not tau > 0:
     raise UserError(
-      f'log-partition baseline: tau {tau}, wanted above 0 (a small tau is close to the group '
-      'maximum)'
+      f'log-partition baseline: tau {tau}, wanted above 0 (for a small tau, the baseline is close '
+      "to the group's maximum)"
     )
 
   def rule(values: _Rewards) -> _Rewards:

@@ -121,8 +121,8 @@ def adapted(coef: float, measured_kl: float, n: int, config: AdaptiveKl) -> floa
     raise ValueError(f'measured KL {measured_kl} is not finite')
   if n >= 5 * config.horizon:
     raise UserError(
-      f'adaptive KL: horizon {config.horizon} for {n} samples or tokens per change lets the '
-      f'coefficient reach 0; set it above {n / 5:g}'
+      f'adaptive KL: with horizon {config.horizon} and {n} samples or tokens per change, the '
+      f'coefficient can reach 0; set the horizon above {n / 5:g}'
     )
   error = min(max(measured_kl / config.target - 1.0, -0.2), 0.2)
   return coef * (1.0 + error * n / config.horizon)
@@ -151,7 +151,8 @@ class MuSchedule:
         raise UserError(f'mu schedule: {name} {getattr(self, name)}, wanted 0 to 1')
     if self.kind != 'constant' and self.mu != 0.1:
       raise UserError(
-        f'mu schedule: mu {self.mu} is a field of kind constant; {self.kind} uses peak and valley'
+        f'mu schedule: mu {self.mu} is set, but only kind constant reads it; kind {self.kind} '
+        'reads peak and valley'
       )
     for name in ('warmup_steps', 'decay_steps'):
       if getattr(self, name) < 0:

@@ -79,9 +79,9 @@ def step_credit(
     return result
   if any(name and not state for name, state in zip(trajectories, states, strict=True)):
     raise UserError(
-      "credit='gigpo': steps without prompt_digest, by which it finds those that start from the "
-      'same state; if they were recorded by another run, delete data/<stage>.arrayrecord and '
-      'data/<stage>.groups.json to import them again, or use another credit'
+      "credit='gigpo': some steps have no prompt_digest, which identifies the steps that start "
+      'from the same state; if they were recorded by another run, delete data/<stage>.arrayrecord '
+      'and data/<stage>.groups.json to import them again, or use another credit'
     )
   returns = _returns(rewards, members, totals, gamma)
   anchored = advantages(returns, [f'{g} from {s}' for g, s in zip(groups, states, strict=True)])

@@ -365,7 +365,8 @@ def _not_exact(machine: dict[str, Any]) -> str:
   """
   differences = changes(machine)
   return (
-    f'; not bit for bit: the machine differs from the one that committed it: {differences}'
+    f'; results may not be bitwise equal, because the machine that made the commit differs: '
+    f'{differences}'
     if differences
     else ''
   )

@@ -268,7 +268,7 @@ class StageConfig:
       )
     if self.init_from and self.keep_optimizer:
       raise UserError(
-        f'{where}keep_optimizer: the optimizer state belongs to other weights than those of '
+        f'{where}keep_optimizer: the optimizer state belongs to weights other than those of '
         'init_from; remove one of them'
       )
 
@@ -532,14 +532,14 @@ class Config:
     for stage in self.stages:
       if isinstance(stage.source, Rollouts) and stage.source.bound:
         raise UserError(
-          f'phases: stages.{stage.name}.source.bound is {stage.source.bound}, at which rollouts '
-          'are generated while the policy is updated, so they cannot take turns on the devices; '
+          f'phases: stages.{stage.name}.source.bound is {stage.source.bound}, so rollouts are '
+          'generated while the policy is updated, and the two cannot take turns on the devices; '
           'set bound to 0, or remove phases'
         )
       if stage.overlap_evaluation:
         raise UserError(
-          f'phases: stages.{stage.name}.overlap_evaluation, with which the policy is evaluated '
-          'while it is updated, so they cannot take turns on the devices; remove one of them'
+          f'phases: with stages.{stage.name}.overlap_evaluation, the policy is evaluated while it '
+          'is updated, and the two cannot take turns on the devices; remove one of them'
         )
     vllm = self.rollout.vllm_servers
     if vllm is None or phases.engine == 'resident':

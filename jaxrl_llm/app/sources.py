@@ -235,16 +235,16 @@ class Rollouts:
           'lower it, or raise max_uses'
         )
     if self.batch_policy != 'in_order' and self.bound < 2:
-      why = 'no clock may decide what a batch contains'
+      why = 'timing must not decide what a batch contains'
       raise UserError(
-        f'{where}batch_policy: {self.batch_policy!r} with bound {self.bound}, at which '
+        f'{where}batch_policy: {self.batch_policy!r} with bound {self.bound}, for which '
         f"{'no group may be passed over' if self.bound else why}; wanted 'in_order', or a bound of "
         'at least 2'
       )
     ahead = batches_ahead(self.batch_policy, self.bound)
     if ahead < self.bound and self.publish_every > ahead + 1:
       raise UserError(
-        f'{where}publish_every: {self.publish_every}, and with batch_policy {self.batch_policy!r} '
+        f'{where}publish_every: {self.publish_every}, but with batch_policy {self.batch_policy!r} '
         f'and bound {self.bound}, groups start for {ahead} batches ahead; wanted at most '
         f'{ahead + 1}, or a larger bound'
       )

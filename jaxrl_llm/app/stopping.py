@@ -108,7 +108,7 @@ class Stopping:
       # kill.
       script.leave_at_once(128 + signum)
     self.signum, self._echo_until = signum, time.monotonic() + self._echo_s
-    _say(f'{name}: committing the finished steps, then exiting (again: exits at once)')
+    _say(f'{name}: committing the finished steps, then exiting (after a second signal, at once)')
     if signum == signal.SIGTERM and self._grace_s is not None:
       timer = threading.Timer(_SHARE * self._grace_s, self._expire)
       timer.daemon = True

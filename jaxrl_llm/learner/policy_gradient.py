@@ -153,7 +153,7 @@ def _finite_rows(closed: Closed) -> Bool[np.ndarray, 'rows']:
         finite[i] = False
         place = f'{name} of row {row.uid} is {values[bad[0]]} at token {bad[0]}'
         line = (
-          f'batch {closed.step} of the stage: {place}, not finite at {len(bad)} of the '
+          f'batch {closed.step} of the stage: {place}, and not finite at {len(bad)} of the '
           f'{read.sum()} tokens read'
         )
         logging.warning('%s; the row is left out of the loss', line)

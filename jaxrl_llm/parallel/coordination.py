@@ -51,7 +51,9 @@ class CoordinationConfig:
       value = getattr(self, name)
       # NaN is rejected, too, because `0 < value` is false for it.
       if value is not None and not 0 < value < _MOST_S:
-        raise UserError(f'coordination.{name}: {value}, wanted seconds above 0, below {_MOST_S:g}')
+        raise UserError(
+          f'coordination.{name}: {value}, wanted a number of seconds above 0 and below {_MOST_S:g}'
+        )
     for name, longer in (('beat_s', 'silence_s'), ('silence_s', 'device_s')):
       if getattr(self, name) >= getattr(self, longer):
         raise UserError(
@@ -70,7 +72,9 @@ def grace_of(config: CoordinationConfig, environment: Mapping[str, str]) -> floa
   try:
     return CoordinationConfig(grace_s=float(text)).grace_s
   except (ValueError, UserError):
-    raise UserError(f'{GRACE}={text!r:.60}: wanted seconds above 0, below {_MOST_S:g}') from None
+    raise UserError(
+      f'{GRACE}={text!r:.60}: wanted a number of seconds above 0 and below {_MOST_S:g}'
+    ) from None
 
 
 _MOST_S = 1e6

@@ -73,7 +73,7 @@ class DeviceThread:
         raise
       raise PeerFailed(
         f'process {jax.process_index()}: another process of the job is gone '
-        f'({str(error).splitlines()[0][:200]}); its own message says why, start the job again with '
+        f'({str(error).splitlines()[0][:200]}); its own message says why; start the job again with '
         'the same command'
       ) from error
 

@@ -70,7 +70,7 @@ def slices(devices: Sequence[SliceDevice], count: int | None) -> list[list[Slice
       by_slice.setdefault(getattr(device, 'slice_index', 0), []).append(device)
     if count not in (None, len(by_slice)):
       raise UserError(
-        f'mesh: slices={count}, and the TPU devices are in {len(by_slice)}; remove '
+        f'mesh: slices={count}, but the TPU devices are in {len(by_slice)} slices; remove '
         'learner.mesh.slices'
       )
     groups = [by_slice[index] for index in sorted(by_slice)]

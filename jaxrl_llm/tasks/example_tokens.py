@@ -109,8 +109,8 @@ def example_samples(
     )
   if not stops:
     logging.warning(
-      'examples %s: no answer ends with one of the stop tokens %s, so that the policy does not '
-      'learn to stop',
+      'examples %s: no answer ends with one of the stop tokens %s, so the policy does not learn to '
+      'stop',
       config.name,
       ', '.join(repr(tokenizer.token_text(token)) for token in tokenizer.stop_ids),
     )
@@ -243,7 +243,10 @@ def _marked(
   `from_token` are left out.
   """
   edges = [
-    [_prefix(tokenizer, tokenizer.encode(text[:at]), tokens, 'an edge of an answer') for at in mark]
+    [
+      _prefix(tokenizer, tokenizer.encode(text[:at]), tokens, 'a boundary of an answer')
+      for at in mark
+    ]
     for mark in marks
   ]
   return [(max(start, from_token), end) for start, end in edges if end > from_token]

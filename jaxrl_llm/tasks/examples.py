@@ -108,14 +108,18 @@ class ExamplesConfig:
         'as the source of the stage'
       )
     if (self.prompt is None) != (self.completion is None):
-      raise UserError(f'{where}: prompt and completion are templates of one row; set both')
+      raise UserError(
+        f'{where}: only one of the templates prompt and completion is set; set both, or neither'
+      )
     if self.text is not None and (self.prompt is not None or self.system is not None):
-      raise UserError(f'{where}: text has neither prompt nor system message; remove those')
+      raise UserError(
+        f'{where}: text cannot be combined with prompt or system; remove text, or the other two'
+      )
     if not 0 <= self.holdout < 1:
       raise UserError(f'{where}: holdout is {self.holdout}, wanted a fraction in [0, 1)')
     if self.split == 'eval' and not self.holdout:
       raise UserError(
-        f"{where}: split 'eval' with holdout 0 has no rows; set holdout as for 'train'"
+        f"{where}: split 'eval' with holdout 0 has no rows; set the same holdout as for 'train'"
       )
 
 
@@ -212,7 +216,7 @@ def load_examples(config: ExamplesConfig) -> ExampleSet:
   summary = sources.listed(counts)
   logging.info('examples %s: %s', config.name, summary)
   if not examples:
-    raise UserError(f'examples {config.name}: no row left of {config.source}: {summary}')
+    raise UserError(f'examples {config.name}: no row of {config.source} is left: {summary}')
   return ExampleSet(config=config, examples=tuple(examples), counts=counts)
 
 

@@ -104,7 +104,7 @@ def _one(item: Json, root: pathlib.Path | None, *, kind: str | None) -> Media:
   digest = xxhash.xxh3_128_hexdigest(content)
   if item.get('digest') not in (None, digest):
     raise ValueError(
-      f'{where}: digest is {digest}, the row says {item["digest"]}; the file is another one or has '
-      'changed'
+      f'{where}: digest is {digest}, but the row says {item["digest"]}; the file is another one or '
+      'has changed'
     )
   return Media(kind=kind, digest=digest, reference=reference)

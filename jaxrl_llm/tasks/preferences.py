@@ -94,8 +94,8 @@ class PreferencesConfig:
     if self.fold is None:
       if self.split == 'eval' and not self.holdout:
         raise UserError(
-          f"{where}: split 'eval' with neither holdout nor fold has no pairs; set one as for "
-          "'train'"
+          f"{where}: split 'eval' with neither holdout nor fold has no pairs; set the one that is "
+          "set for 'train'"
         )
     elif self.folds < 2 or not 0 <= self.fold < self.folds:
       raise UserError(
@@ -150,7 +150,7 @@ def load_preferences(config: PreferencesConfig) -> Preferences:
   """
   if config.source.startswith('taskset:'):
     raise ValueError(
-      f'preferences {config.name}: {config.source!r} is not read here but by pairs_of_tasks'
+      f'preferences {config.name}: {config.source!r} must be read by pairs_of_tasks instead'
     )
   counts = dict.fromkeys(_COUNTS, 0)
   pairs, seen, group_of = [], set(), {}
@@ -193,7 +193,7 @@ def pairs_of_tasks(
   count = len(taskset.tasks) if count is None else count
   if not 0 < count <= len(taskset.tasks):
     raise UserError(
-      f'preferences {name}: count is {count}, taskset {taskset.name} has {len(taskset.tasks)} '
+      f'preferences {name}: count is {count}, but taskset {taskset.name} has {len(taskset.tasks)} '
       'tasks; lower count or raise the size of the taskset'
     )
   if not rejected:
@@ -256,7 +256,7 @@ def _preferences(
   summary = sources.listed(counts)
   logging.info('preferences %s: %s', name, summary)
   if not pairs:
-    raise UserError(f'preferences {name}: no pair left of {source}: {summary}')
+    raise UserError(f'preferences {name}: no pair of {source} is left: {summary}')
   return Preferences(name=name, pairs=tuple(pairs), counts=counts)
 
 
@@ -270,7 +270,7 @@ def _check_group(
   if config.split != 'all' and group != pair.group:
     raise UserError(
       f'{where}: its prompt is in group {pair.group!r} and, in an earlier row, in {group!r}, so a '
-      f'split may put it on both sides (preferences {config.name}); wanted one group per prompt, '
+      f'split may put it on both sides (preferences {config.name}); wanted one group per prompt: '
       f'change the template {config.group!r}'
     )
 

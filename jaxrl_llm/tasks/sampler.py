@@ -74,7 +74,8 @@ class SamplerConfig:
   def __post_init__(self):
     if (self.order in ('easy_to_hard', 'hard_to_easy')) != (self.hardness is not None):
       raise UserError(
-        f'sampler: order {self.order!r} with hardness {self.hardness!r}; give both or neither'
+        f'sampler: order is {self.order!r} and hardness is {self.hardness!r}; wanted hardness for '
+        "'easy_to_hard' and 'hard_to_easy', and None for every other order"
       )
     for name in ('prior', 'newest', 'floor', 'target', 'discount'):
       if not 0 <= getattr(self, name) <= 1:
@@ -90,7 +91,8 @@ class SamplerConfig:
     starts = [later.from_batch for later in self.schedule]
     if starts != sorted(set(starts)) or (starts and starts[0] < 1):
       raise UserError(
-        f'sampler.schedule: from_batch are {starts}, wanted increasing numbers from 1'
+        f'sampler.schedule: the values of from_batch are {starts}, wanted increasing integers of '
+        'at least 1'
       )
     for weights in (self.weights, *(later.weights for later in self.schedule)):
       if weights and (min(weights.values()) < 0 or not 0 < sum(weights.values()) < float('inf')):
@@ -105,8 +107,8 @@ class SamplerConfig:
     for weights in (self.weights, *(later.weights for later in self.schedule)):
       if weights and set(weights) != set(names):
         raise UserError(
-          f'{where}sampler.weights: of {sorted(weights)}, and the tasksets are {sorted(names)}; '
-          'name each once'
+          f'{where}sampler.weights: names {sorted(weights)}, but the tasksets are {sorted(names)}; '
+          'name each of them'
         )
 
 
@@ -119,7 +121,7 @@ class TaskSampler:
       raise UserError(f'task sampler: tasksets are named {names}; give each its own name')
     self._tasks = tuple(task for taskset in tasksets for task in taskset.tasks)
     if not self._tasks:
-      raise UserError(f'task sampler: tasksets {names} hold no task')
+      raise UserError(f'task sampler: tasksets {names} have no tasks')
     config.check_tasksets(names)
     self._config, self._batch = config, 0
     pools = [taskset.tasks for taskset in tasksets] if config.weights else [self._tasks]

@@ -217,7 +217,7 @@ def _procedural_rows(
     )
   if size is None:
     raise UserError(
-      f'{where}: a procedural source has no end; set size to the number of items to draw'
+      f'{where}: a procedural source is endless; set size to the number of items to generate'
     )
   parameters = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {'seed', 'size'}
   for key in options:
@@ -249,8 +249,8 @@ def _check_verifier(where: str, dataset: Any) -> None:
   after = dataset.score_answer(entry['answer'], _plain(entry))
   if before != after:
     raise UserError(
-      f'{where}: its verifier gives its own answer {before} but {after} after the entry was stored '
-      'as JSON, so it cannot judge stored tasks; choose another dataset'
+      f"{where}: its verifier scores an entry's own answer {before}, but {after} once the entry "
+      'was stored as JSON, so it cannot judge stored tasks; choose another dataset'
     )
 
 

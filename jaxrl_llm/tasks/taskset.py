@@ -115,7 +115,8 @@ class TasksetConfig:
       )
     if self.split == 'eval' and not self.holdout:
       raise UserError(
-        f"taskset {self.name}: split 'eval' with holdout 0 has no tasks; set holdout as for 'train'"
+        f"taskset {self.name}: split 'eval' with holdout 0 has no tasks; set the same holdout as "
+        "for 'train'"
       )
     if self.match is not None:
       try:
@@ -231,7 +232,7 @@ def load_taskset(
   logging.info('taskset %s: %s', config.name, sources.listed(counts))
   if not tasks:
     raise UserError(
-      f'taskset {config.name}: no task left of {config.source}: {sources.listed(counts)}'
+      f'taskset {config.name}: no task of {config.source} is left: {sources.listed(counts)}'
     )
   if shown := sum(bool(task.media) for task in tasks):
     logging.warning(
@@ -264,7 +265,7 @@ def demonstrations(taskset: Taskset, config: DemonstrationsConfig) -> list[tuple
   count = len(taskset.tasks) if config.count is None else config.count
   if not 0 < count <= len(taskset.tasks):
     raise UserError(
-      f'demonstrations of taskset {taskset.name}: count is {count}, the taskset has '
+      f'demonstrations of taskset {taskset.name}: count is {count}, but the taskset has '
       f'{len(taskset.tasks)} tasks; lower count or raise the size of the taskset'
     )
   pairs = []

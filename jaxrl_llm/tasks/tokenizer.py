@@ -186,8 +186,8 @@ class Tokenizer:
     used = [token for token in (*self.stop_ids, self.pad_id) if token >= vocab_size]
     token = used[0] if used else lacking[-1]
     line = (
-      f'tokenizer {self._name}: token {token} ({self.token_text(token)!r}), and {model} has '
-      f'{vocab_size} tokens'
+      f'tokenizer {self._name}: has token {token} ({self.token_text(token)!r}), but {model} has '
+      f'only {vocab_size} tokens'
     )
     if used:
       raise UserError(f'{line}; take the tokenizer of that model, or raise its vocab_size')
@@ -329,8 +329,8 @@ class Tokenizer:
       at = text.index(character)
       raise UserError(
         f'tokenizer {self._name}: its character table lacks {character!r} (U+{ord(character):04X} '
-        f'{name}), found in {text[max(0, at - 20) : at + 20]!r}; build it from texts that have it, '
-        'or with kind bpe'
+        f'{name}), found in {text[max(0, at - 20) : at + 20]!r}; build the tokenizer from texts '
+        'that contain the character, or with kind bpe'
       )
 
 
@@ -389,8 +389,8 @@ def build_bpe_tokenizer(
   smallest = 256 + len(_SPECIALS[template])
   if vocab_size < smallest:
     raise UserError(
-      f'BPE tokenizer: vocab_size is {vocab_size}, wanted at least {smallest}: 256 bytes, special '
-      'tokens'
+      f'BPE tokenizer: vocab_size is {vocab_size}, wanted at least {smallest}, for 256 bytes and '
+      'the special tokens'
     )
   table = tokenizers.Tokenizer(models.BPE())
   table.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -377,7 +377,7 @@ def write_config(
     others = [name for name, other in FAMILIES.items() if spec.head in other.architectures]
     raise UserError(
       f'{directory}: transformers has no class for a {family.name} model with a {spec.head} head; '
-      f'those of {", ".join(others)} have one'
+      f'the families {", ".join(others)} have one'
     )
   biases = {
     'never': [(False, False)],

@@ -61,7 +61,7 @@ def push(directory: Path, repository: str, *, private: bool) -> str:
     status = error.response.status_code
     reason = {
       401: 'the hub does not know the token; log in again (`hf auth login`)',
-      403: 'the token may not write there; use one with the right to write to this repository',
+      403: 'the token has no right to write to this repository; use one that has',
     }.get(status, f'the hub answered {status} ({one_line(error, 200)}); try again later')
     raise UserError(f'{where}: {reason}; {directory} is complete') from None
   except ImportError as error:

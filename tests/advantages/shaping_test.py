@@ -130,7 +130,7 @@ def test_impossible_kl_control_is_refused():
       AdaptiveKl(**{**good, name: value})
   # At n = 5 horizons one step of -20 % takes all of the coefficient, whichever way this step goes.
   for kl in (0.0, 2.0):
-    with pytest.raises(UserError, match='set it above 10'):
+    with pytest.raises(UserError, match='set the horizon above 10'):
       adapted(0.1, kl, 50, AdaptiveKl(**good))
   with pytest.raises(ValueError, match='not finite'):
     adapted(0.1, float('nan'), 1, AdaptiveKl(**good))

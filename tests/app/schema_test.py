@@ -181,7 +181,7 @@ STORED = Stored(stages=('a',), tasksets=('t',), sequences_per_batch=10)
     ),
     (
       lambda: stage(rollouts(), init_from=('base',), keep_optimizer=True),
-      'stages.s.keep_optimizer: the optimizer state belongs to other weights',
+      'stages.s.keep_optimizer: the optimizer state belongs to weights other than',
     ),
   ],
 )
@@ -246,7 +246,9 @@ def test_a_run_that_follows_another_is_refused_in_one_line(config, changes, word
 def test_memory_phases_and_an_evaluation_beside_training_exclude_each_other(config):
   overlapping = {'stages.grpo.evaluate_every': '2', 'stages.grpo.overlap_evaluation': 'true'}
   apply_overrides(config, overlapping)
-  with pytest.raises(UserError, match=r'^phases: stages\.grpo\.overlap_evaluation, .*remove one'):
+  with pytest.raises(
+    UserError, match=r'^phases: with stages\.grpo\.overlap_evaluation, .*remove one'
+  ):
     apply_overrides(config, overlapping | {'phases': '{}'})
 
 

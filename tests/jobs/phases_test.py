@@ -103,7 +103,7 @@ def test_the_ledger_adds_up_and_is_as_predicted(run):
   [
     (
       ['--config.phases={}', '--config.stages.1.source.bound=1'],
-      'phases: stages.ppo.source.bound is 1, at which rollouts are generated while',
+      'phases: stages.ppo.source.bound is 1, so rollouts are generated while',
     ),
     (
       [

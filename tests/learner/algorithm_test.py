@@ -562,8 +562,8 @@ def test_hand_worked_returns_and_value_loss_of_ppo():
 
 
 NAMED = (
-  'values of row s/1 is nan at token 2, not finite at 1 of the 2 tokens read; the row is left out '
-  'of the loss'
+  'values of row s/1 is nan at token 2, and not finite at 1 of the 2 tokens read; the row is left '
+  'out of the loss'
 )
 
 

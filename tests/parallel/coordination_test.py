@@ -11,7 +11,7 @@ from jaxrl_llm.parallel.coordination import GRACE, CoordinationConfig, grace_of
 @pytest.mark.parametrize(
   ('values', 'words'),
   [
-    ({'beat_s': 0.0}, 'coordination.beat_s: 0.0, wanted seconds above 0'),
+    ({'beat_s': 0.0}, 'coordination.beat_s: 0.0, wanted a number of seconds above 0'),
     ({'join_s': math.nan}, 'coordination.join_s: nan'),
     ({'leave_s': math.inf}, 'coordination.leave_s: inf'),
     ({'grace_s': -1.0}, 'coordination.grace_s: -1.0'),
@@ -35,5 +35,7 @@ def test_the_configuration_goes_before_the_launchers_grace_period():
 
 @pytest.mark.parametrize('value', ['soon', '0', '-3', 'nan', '1e999', '9' * 5000])
 def test_a_grace_period_that_is_no_time_is_one_line(value):
-  with pytest.raises(UserError, match=r'^JAXRL_GRACE_S=[^\n]*wanted seconds above 0[^\n]*$'):
+  with pytest.raises(
+    UserError, match=r'^JAXRL_GRACE_S=[^\n]*wanted a number of seconds above 0[^\n]*$'
+  ):
     grace_of(CoordinationConfig(), {GRACE: value})

@@ -68,7 +68,7 @@ def test_tpus_know_their_slice(count):
     (8, 'cpu', (8, 1, 1, 1), 3, 'slices=3 does not divide the 4 processes'),
     (7, 'cpu', (7, 1, 1, 1), 2, 'slices of 4, 3 devices; wanted equal sizes'),
     (7, 'tpu', (7, 1, 1, 1), None, 'slices of 4, 3 devices; wanted equal sizes'),
-    (8, 'tpu', (4, 2, 1, 1), 4, 'slices=4, and the TPU devices are in 2'),
+    (8, 'tpu', (4, 2, 1, 1), 4, 'slices=4, but the TPU devices are in 2 slices'),
   ],
 )
 def test_slices_that_do_not_fit_are_one_line(devices, platform, sizes, count, words):

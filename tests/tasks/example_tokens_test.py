@@ -172,7 +172,7 @@ def test_completions_alone_may_be_learned_and_other_rows_whole(tmp_path, tokeniz
 
 def test_a_row_whose_prefix_is_not_the_prompts_tokens_is_refused(tmp_path, chatml):
   row = {'prompt': 'the ', 'completion': 'cat'}  # ' cat' is one token.
-  with pytest.raises(ValueError, match="before completion: token 1 is ' cat', and ' ' where"):
+  with pytest.raises(ValueError, match="before completion: token 1 is ' cat', but ' ' if"):
     encoded(tmp_path, chatml, row)
   found = load(tmp_path, row, {'text': 'the cat'}, on_corrupt='skip')
   samples, counts = example_samples(found, chatml, longest=20)
@@ -194,7 +194,7 @@ TEMPLATES = {
   'before messages\\[1\\]: token': PLAIN + "{% if add_generation_prompt %}<think>{% endif %}",
   "no token for messages\\[1\\] of 'assistant'": f"{BEGIN}{{% if message.role == 'user' %}}{OPEN}"
   f'{CALLS}{CLOSE}{{% endif %}}{{% endfor %}}',
-  'an edge of an answer: token': f"{BEGIN}{OPEN}{{% if message.role == 'assistant' %}}c"
+  'a boundary of an answer: token': f"{BEGIN}{OPEN}{{% if message.role == 'assistant' %}}c"
   '{% generation %}at{% endgeneration %}{% endif %}{% endfor %}'
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
 }  # fmt: skip

@@ -249,7 +249,7 @@ def test_texts_for_a_tokenizer_are_all_that_rows_say(tmp_path):
     ({'name': 'a b'}, 'wanted letters'),
     ({'source': 'reasoning_gym:x'}, 'set Demonstrations'),
     ({'prompt': '{a}'}, 'set both'),
-    ({'text': '{a}', 'system': 'x'}, 'remove those'),
+    ({'text': '{a}', 'system': 'x'}, 'text cannot be combined with prompt or system'),
     ({'holdout': 1.0}, 'wanted a fraction'),
     ({'split': 'eval'}, "split 'eval' with holdout 0"),
   ],
@@ -260,5 +260,5 @@ def test_a_contradiction_is_refused(fields, reason):
 
 
 def test_a_file_without_a_row_left_is_refused(tmp_path):
-  with pytest.raises(UserError, match=r'no row left of .*read 1, kept 0, corrupt 1'):
+  with pytest.raises(UserError, match=r'no row of .* is left.*read 1, kept 0, corrupt 1'):
     load(tmp_path, {'a': 1}, on_corrupt='skip')

@@ -86,7 +86,7 @@ def test_one_text_with_two_pictures_is_two_tasks(tmp_path):
     ([image(), image('images')], 'media[1]: {root}/images: Is a directory'),
     (
       [image(digest='0' * 32)],
-      'media[0]: images/red.png: digest is {digest}, the row says 00000000',
+      'media[0]: images/red.png: digest is {digest}, but the row says 00000000',
     ),
     (
       [image('images/text.png')],

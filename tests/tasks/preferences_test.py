@@ -197,7 +197,9 @@ def test_size_is_how_many_rows_are_read(tmp_path):
 
 def test_no_pair_left_says_what_became_of_the_rows(tmp_path):
   path = write(tmp_path / 'a.jsonl', {**TEXT, 'rejected': 'good'}, 'x')
-  with pytest.raises(UserError, match=r'no pair left of .*read 2, kept 0, corrupt 1, identical 1'):
+  with pytest.raises(
+    UserError, match=r'no pair of .* is left: read 2, kept 0, corrupt 1, identical 1'
+  ):
     load(path, on_corrupt='skip')
 
 
@@ -368,13 +370,13 @@ def test_wrong_answer_depends_on_seed_and_prompt_alone(words):
 
 
 def test_pairs_of_tasks_refuses_what_does_not_fit(words):
-  with pytest.raises(UserError, match=r'count is 9999, taskset words has'):
+  with pytest.raises(UserError, match=r'count is 9999, but taskset words has'):
     pairs_of_tasks(words, chosen='{answer}', rejected=('{word}',), count=9999)
   with pytest.raises(UserError, match=r"task words:\w+: .*did you mean 'word'"):
     pairs_of_tasks(words, chosen='{answer}', rejected=('{wrod}',))
   with pytest.raises(UserError, match='at least one'):
     pairs_of_tasks(words, chosen='{answer}', rejected=())
-  with pytest.raises(UserError, match=r'no pair left of taskset words'):
+  with pytest.raises(UserError, match=r'no pair of taskset words is left'):
     pairs_of_tasks(words, chosen='{answer}', rejected=('{answer}',))
 
 

@@ -220,9 +220,9 @@ def test_what_became_of_a_task_is_told_to_its_own_taskset():
     ({'floor': 0.0}, 'floor: 0'),
     ({'prior': 1.5}, 'prior: 1.5'),
     ({'temperature': 0.0}, 'temperature'),
-    ({'order': 'easy_to_hard'}, 'hardness None'),
+    ({'order': 'easy_to_hard'}, 'hardness is None'),
     ({'weights': {'a': -1.0, 'b': 2.0}}, 'none negative'),
-    ({'weights': {'a': 1.0}}, r"of \['a'\], and the tasksets are \['a', 'b'\]"),
+    ({'weights': {'a': 1.0}}, r"names \['a'\], but the tasksets are \['a', 'b'\]"),
     (
       {'schedule': (LaterWeights(from_batch=1, weights={'a': 1.0, 'b': 1.0}),)},
       'need initial ones',
@@ -232,7 +232,7 @@ def test_what_became_of_a_task_is_told_to_its_own_taskset():
         'weights': {'a': 1.0, 'b': 1.0},
         'schedule': (LaterWeights(from_batch=0, weights={'a': 1.0, 'b': 1.0}),),
       },
-      'increasing numbers from 1',
+      'increasing integers of at least 1',
     ),
   ],
 )

@@ -185,7 +185,7 @@ def test_counts_name_every_rows_fate(tmp_path):
 
 def test_empty_taskset_says_what_became_of_the_rows(tmp_path):
   path = write(tmp_path / 'a.jsonl', {'prompt': 'A'}, {'prompt': 'B'})
-  with pytest.raises(UserError, match=r'no task left .*read 2, kept 0, unmatched 2'):
+  with pytest.raises(UserError, match=r'no task of .* is left.*read 2, kept 0, unmatched 2'):
     load(path, match='[a-z]+')
   with pytest.raises(UserError, match='read 0'):
     load(write(tmp_path / 'empty.jsonl'))
@@ -294,7 +294,7 @@ def test_weights_of_zero_and_one_choose_surely(spell):
 
 def test_bad_configuration_is_one_line(spell):
   for make, message in [
-    (lambda: TasksetConfig(name='t', source='x', split='eval'), 'set holdout'),
+    (lambda: TasksetConfig(name='t', source='x', split='eval'), 'set the same holdout'),
     (lambda: TasksetConfig(name='t', source='x', holdout=1.0), r'\[0, 1\)'),
     (lambda: TasksetConfig(name='a/b', source='x'), "'a/b'"),
     (lambda: TasksetConfig(name='t', source='x', match='('), 'regular expression'),

@@ -316,7 +316,7 @@ def test_used_tokens_that_a_model_lacks_are_refused_and_others_are_a_warning(
   assert not caplog.records
   last = tokenizer.vocab_size - 1
   with pytest.raises(
-    UserError, match=rf"token {last} \('<eos>'\), and the model has {last} tokens"
+    UserError, match=rf"token {last} \('<eos>'\), but the model has only {last} tokens"
   ):
     tokenizer.check_fits(last, 'the model')
   # An end token that the tokenizer has not is added to it, after all that the model knows.

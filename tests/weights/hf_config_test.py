@@ -512,7 +512,7 @@ def test_a_family_without_the_class_is_refused(tmp_path, monkeypatch, head):
   for module in (families, hf_config):
     monkeypatch.setattr(module, 'FAMILIES', FAMILIES | {'llama': generative})
   with pytest.raises(
-    UserError, match=f'no class for a llama model with a {head} head; those of qwen2, qwen3'
+    UserError, match=f'no class for a llama model with a {head} head; the families qwen2, qwen3'
   ):
     write_config(tmp_path, with_head(tiny('llama', 50), head), dtype='float32', pad_id=0)
   assert not list(tmp_path.iterdir())

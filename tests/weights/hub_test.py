@@ -157,7 +157,7 @@ for token in sys.argv[2:]:
       {
         '': r'no token; run `hf auth login`, or set HF_TOKEN',
         'hf_401': 'the hub does not know the token',
-        'hf_403': 'the token may not write there',
+        'hf_403': 'the token has no right to write to this repository',
         'hf_413': 'the hub answered 413',
       },
     ),

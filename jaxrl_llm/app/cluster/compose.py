@@ -223,13 +223,13 @@ def _check_services(config: Config, layout: Layout, one_machine: bool) -> None:
     )
   if layout.rollout_nodes and config.rollout.vllm.addresses:
     raise UserError(
-      f'--rollout_nodes={layout.rollout_nodes}: rollout.vllm.addresses names servers that others '
-      'start; wanted one of the two'
+      f'--rollout_nodes={layout.rollout_nodes}: rollout.vllm.addresses already names servers that '
+      'others start; wanted only one of the two'
     )
   kinds = {scorer.implementation for scorer in config.rewards.scorers}
   if layout.sandboxes and _CODE not in kinds:
     raise UserError(
-      f'--sandboxes={layout.sandboxes}: the configuration has no scorer code, only '
+      f'--sandboxes={layout.sandboxes}: the configuration has no scorer of kind code, only '
       f'{", ".join(sorted(kinds)) or "none"}; leave --sandboxes out'
     )
   if layout.has_services and not one_machine and not (layout.plaintext or layout.tls_cert):

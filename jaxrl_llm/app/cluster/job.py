@@ -41,7 +41,9 @@ class ProcessResources:
     if self.gpus < 0:
       raise UserError(f'gpus: {self.gpus}, wanted at least 0')
     if self.gpus and self.tpu:
-      raise UserError(f'gpus: {self.gpus} beside tpu {self.tpu}; wanted one kind of accelerator')
+      raise UserError(
+        f'gpus: {self.gpus}, although tpu is {self.tpu}; wanted only one kind of accelerator'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,8 @@ class Job:
         raise UserError(f'group {group.name}: an argument contains a NUL character')
     if self.restarts < 0 or self.grace_s < 1:
       raise UserError(
-        f'job {self.name}: restarts={self.restarts} grace_s={self.grace_s}, wanted at least 0 and 1'
+        f'job {self.name}: restarts={self.restarts} and grace_s={self.grace_s}, wanted at least 0 '
+        'and at least 1'
       )
 
   @property

@@ -219,7 +219,7 @@ def _check_group(job: Job, group: ProcessGroup, options: JobsetOptions) -> None:
     )
   resources = group.resources
   if resources.topology and not resources.tpu:
-    raise UserError(f'{where}: topology {resources.topology} without a type of TPU')
+    raise UserError(f'{where}: topology is {resources.topology}, but the type of TPU is missing')
   if resources.tpu:
     _check_tpu(where, group)
 

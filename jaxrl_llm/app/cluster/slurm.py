@@ -292,7 +292,7 @@ def _node(job: Job, options: SlurmOptions) -> list[str]:
   gpus = max(group.processes_per_node * group.resources.gpus for group in job.groups)
   for group in job.groups:
     if group.resources.tpu:
-      raise UserError(f'group {group.name}: Slurm has no TPUs; wanted the launcher jobset')
+      raise UserError(f'group {group.name}: Slurm has no TPUs; use the launcher jobset')
   requests = [f'--ntasks-per-node={tasks}', f'--cpus-per-task={-(-cpus // tasks)}']
   if memory:
     requests.append(f'--mem={memory}G')
@@ -382,8 +382,8 @@ def _check_can_start(job_id: str, job: Job) -> None:
     for group in job.groups
   )
   raise UserError(
-    f'sbatch: Slurm would never start the job ({never}), which wants {nodes} nodes ({each}); ask '
-    'for what the partition has (sinfo), or name another --partition'
+    f'sbatch: Slurm would never start the job ({never}), which needs {nodes} nodes ({each}); '
+    'request only what the partition has (see sinfo), or name another --partition'
   )
 
 
@@ -413,7 +413,7 @@ def _states(job_id: str) -> list[str]:
     except UserError:
       lines = ''
   if not lines.strip():
-    raise UserError(f'{job_id}: Slurm knows no such job (any more)')
+    raise UserError(f'{job_id}: Slurm does not know this job, or has forgotten it')
   return [' '.join(line.split()) for line in lines.splitlines()]
 
 
@@ -426,8 +426,8 @@ def logs(job_id: str, options: SlurmOptions) -> None:
     if _UNKNOWN_JOB not in str(error):
       raise
     raise UserError(
-      f'{job_id}: Slurm knows no such job (any more); the output of a former job is in '
-      f'WORKDIR/{LAUNCHES}/slurm-{job_id}.out'
+      f'{job_id}: Slurm does not know this job, or has forgotten it; the output of a past job is '
+      f'in WORKDIR/{LAUNCHES}/slurm-{job_id}.out'
     ) from None
   for line in described.splitlines():
     if match := re.search(r' StdOut=(.*?)(?: Power=| [A-Z][A-Za-z]*=|$)', line):

@@ -156,12 +156,13 @@ def _processes(job: Job, options: SshOptions) -> list[_Process]:
     groups = ', '.join(f'{group.name} {group.nodes}' for group in job.groups)
     raise UserError(
       f'--hosts: {len(hosts)} hosts for a job of {nodes} nodes ({groups}); wanted one for each '
-      'node, separated by commas; a host may be named again'
+      'node, separated by commas; the same host may be listed for several nodes'
     )
   for group in job.groups:
     if group.resources.tpu:
       raise UserError(
-        f'group {group.name}: ssh assigns no TPUs; wanted no --tpu, or the launcher jobset'
+        f'group {group.name}: the launcher ssh cannot assign TPUs; leave --tpu out, or use the '
+        'launcher jobset'
       )
   coordinator = (options.coordinator or hosts[0]).rpartition('@')[2]
   next_gpu: collections.Counter[str] = collections.Counter()
@@ -383,7 +384,10 @@ def status(workdir: str, options: SshOptions) -> str:
   if state['state'] == 'ended':
     line = f'ENDED with exit code {state["code"]} {where}; {restarts}'
   elif state['host'] != _this_host():
-    line = f'{state["state"].upper()} {where}, if its launcher is alive: ask there; {restarts}'
+    line = (
+      f'{state["state"].upper()} {where}, if its launcher is still alive (only known there); '
+      f'{restarts}'
+    )
   elif _fifo(state) is None:
     line = f'LOST: its launcher was killed; it was {state["state"]} {where}; {restarts}'
   else:

@@ -30,7 +30,10 @@ def diagnose(config: Config, workdir: pathlib.Path, *, as_json: bool = False) ->
       then also printed as lines of text, to standard error.
   """
   if int(os.environ.get('JAX_NUM_PROCESSES', '1')) > 1 or jax.process_count() > 1:
-    raise UserError('--doctor: takes one process, and this is a job of several; start it alone')
+    raise UserError(
+      '--doctor: needs a single process, but this is one of several processes of a job; start it '
+      'outside of the job'
+    )
   file = sys.stderr if as_json else sys.stdout
   findings = Findings(lambda finding: _tell(finding, file))
   with contextlib.ExitStack() as opened:
@@ -71,7 +74,7 @@ async def _stoppable(config: Config, workdir: pathlib.Path, findings: Findings) 
     if stop.done():
       signal.signal(number, signal.SIG_DFL)
       signal.raise_signal(number)
-    sys.stderr.write(f'{signal.Signals(number).name}: ending (again: at once)\n')
+    sys.stderr.write(f'{signal.Signals(number).name}: ending (after a second signal, at once)\n')
     stop.set_result(number)
 
   for number in (signal.SIGINT, signal.SIGTERM):

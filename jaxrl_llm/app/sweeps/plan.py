@@ -66,7 +66,7 @@ def load_plan(spec: str, overrides: Mapping[str, Json]) -> SweepPlan:
   start = None
   if sweep.start is not None:
     if 'policy.init_from' in {*sweep.overrides, *sweep.axes}:
-      raise UserError(f"{path}: start beside 'policy.init_from', which it sets; leave one out")
+      raise UserError(f"{path}: both start and 'policy.init_from' are set; remove one of them")
     start = start_config(path, sweep.start)
   trials = _planned(path, sweep)
   for trial in trials:

@@ -360,8 +360,8 @@ class Runner:
       script.leave_at_once(128 + number)
     self._signal = signal.Signals(number)
     sys.stderr.write(
-      f'{self._signal.name}: the trials commit their finished steps, then the sweep exits (again: '
-      'exits at once)\n'
+      f'{self._signal.name}: the trials commit their finished steps, then the sweep exits '
+      '(after a second signal, at once)\n'
     )
     self._wake.set()
 

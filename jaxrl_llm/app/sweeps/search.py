@@ -58,7 +58,7 @@ def drawn_points(sweep: Sweep) -> list[dict[str, Json]]:
       drawn.setdefault(json_text('point', point), point)
   if len(drawn) < sweep.count:
     raise UserError(
-      f'Sweep: count={sweep.count}, and the axes gave {len(drawn)} different points; lower count, '
+      f'Sweep: count={sweep.count}, but the axes gave only {len(drawn)} points; lower count, '
       "or use search='grid'"
     )
   return [{key: point[key] for key in sweep.axes} for point in drawn.values()]

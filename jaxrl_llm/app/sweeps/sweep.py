@@ -57,7 +57,9 @@ class Uniform:
       wanted = 'low above 0, at most high' if self.log else 'low at most high'
       raise UserError(f'Uniform: low={self.low!r}, high={self.high!r}, wanted {wanted}')
     if self.step is not None and (self.log or self.step <= 0):
-      raise UserError(f'Uniform: step={self.step!r}, log={self.log}; wanted a step above 0, no log')
+      raise UserError(
+        f'Uniform: step={self.step!r}, log={self.log}; wanted a step above 0 and log=False'
+      )
     if self.is_integer() and self.step is not None and type(self.step) is not int:
       raise UserError(f'Uniform: step={self.step!r} between integers, wanted an integer')
 
@@ -189,14 +191,19 @@ class Sweep:
     if len(set(seeds)) < len(seeds):
       raise UserError(f'Sweep: seeds={seeds!r} repeats a seed; both trials would be the same run')
     if seeds and (SEED in self.axes or SEED in self.overrides):
-      raise UserError("Sweep: 'seed' is an axis or override beside seeds; wanted seeds alone")
+      raise UserError(
+        "Sweep: seeds is set, and 'seed' is an axis or override, too; wanted only one of them"
+      )
 
   def _check_points(self) -> None:
     if (self.trials is None) == (not self.axes):
       raise UserError('Sweep: wanted either axes or trials')
     drawn = self.search != 'grid'
     if self.trials is not None and drawn:
-      raise UserError(f'Sweep: search={self.search!r} beside trials; wanted axes to draw from')
+      raise UserError(
+        f'Sweep: search={self.search!r} cannot be combined with trials; wanted axes to draw from, '
+        "or search='grid'"
+      )
     if drawn != (self.count is not None):
       raise UserError(
         f"Sweep: search={self.search!r}, count={self.count}; wanted a count for 'random' and 'tpe'"
@@ -314,7 +321,9 @@ def points(sweep: Sweep) -> list[dict[str, Json]]:
     if first != i:
       raise UserError(f'Sweep: trials[{i}] repeats trials[{first}]: {dict(point)!r}')
     if sweep.seeds and SEED in point:
-      raise UserError(f"Sweep: trials[{i}] sets 'seed' beside seeds; wanted one of them")
+      raise UserError(
+        f"Sweep: seeds is set, and trials[{i}] sets 'seed', too; wanted only one of them"
+      )
     listed.append(dict(point))
   if not listed:
     raise UserError('Sweep: trials is empty, wanted at least one mapping from dotted keys')

@@ -108,7 +108,7 @@ class FrontConfig:
     if not (is_loopback(self.host) or self.tls_cert or self.allow_plaintext):
       raise UserError(
         f'front.host: {self.host!r} is not loopback, so the token would cross the network in plain '
-        'text; set tls_cert and tls_key, or allow_plaintext where the network is trusted'
+        'text; set tls_cert and tls_key, or allow_plaintext if the network is trusted'
       )
 
 
@@ -142,7 +142,7 @@ class Front:
     self._socket, self._base = _parse_upstream(upstream)
     if upstream_token is not None and not _HEADER_WORD.fullmatch(upstream_token):
       raise UserError(
-        'front: upstream_token has characters that a header must not have; wanted visible ASCII'
+        'front: upstream_token has characters that HTTP headers cannot have; wanted visible ASCII'
       )
     self._upstream_token = upstream_token
     self._publish_root = None if publish_root is None else os.path.realpath(publish_root)
@@ -207,8 +207,8 @@ class Front:
     host, port = self._config.host, self._config.port
     if error.errno == errno.EADDRINUSE:
       return UserError(
-        f'front.port: {port} of {host} is taken; stop what listens there, or set another port (0 = '
-        'free)'
+        f'front.port: {port} of {host} is in use; stop the program that listens on it, or set '
+        'another port (0 takes a free one)'
       )
     return UserError(
       f'front.host: cannot listen on {host} port {port} ({error}); set an address of this host'
@@ -237,7 +237,7 @@ class Front:
           await response.write(chunk)
     except (aiohttp.ClientError, OSError) as error:
       if response is not None and response.prepared:
-        _log.warning('%s %s: broken off in the response: %r', request.method, path, error)
+        _log.warning('%s %s: the response was cut off: %r', request.method, path, error)
         # Break the connection, so that a truncated response does not look complete.
         if request.transport is not None:
           request.transport.abort()

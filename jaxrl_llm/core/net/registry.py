@@ -169,7 +169,7 @@ class Lease:
     ):
       return (
         f'{self.address} would get the key in plain text; serve it with --tls_cert, or set '
-        'allow_plaintext where the network is trusted'
+        'allow_plaintext if the network is trusted'
       )
     return None
 
@@ -340,7 +340,7 @@ def read_job_key(directory: pathlib.Path, where: str) -> str:
   Raises UserError if the key's file is missing or malformed, or other users can access it.
   """
   path = directory / KEY
-  remedy = f'remove {directory}, so that the job makes another'
+  remedy = f'remove {directory}, and the job will create a new one'
   with _opened(directory, where) as folder:
     try:
       text = _read_own(folder, KEY, _MAX_KEY_BYTES).decode('ascii')
@@ -373,7 +373,7 @@ def _opened(directory: pathlib.Path, where: str) -> Iterator[int]:
     status = os.fstat(folder)
     if status.st_uid != os.getuid():
       raise UserError(
-        f'{where}: {directory}: belongs to user {status.st_uid}, wanted this user '
+        f'{where}: {directory}: belongs to user {status.st_uid}, not to this user '
         f'({os.getuid()}); name a directory of your own'
       )
     if status.st_mode & 0o077:
@@ -406,7 +406,7 @@ def _check_own(status: os.stat_result, limit_bytes: int) -> None:
   if not stat.S_ISREG(status.st_mode):
     raise ValueError('is not a regular file')
   if status.st_uid != os.getuid():
-    raise ValueError(f'belongs to user {status.st_uid}, wanted this user ({os.getuid()})')
+    raise ValueError(f'belongs to user {status.st_uid}, not to this user ({os.getuid()})')
   if status.st_mode & 0o077:
     raise ValueError(f'has mode {status.st_mode & 0o777:o}, and others can use it')
   if status.st_size > limit_bytes:
@@ -489,9 +489,9 @@ def _lease(body: Mapping[str, Any]) -> Lease:
     raise ValueError(f'fingerprint is not an object of at most {_MAX_ENTRIES} short texts')
   times = (body['started'], body['renewed'])
   if type(pid) is not int or not 0 < pid < 1 << 31:
-    raise ValueError('pid is not the number of a process')
+    raise ValueError('pid is not a process id')
   if not all(type(t) in (int, float) and abs(t) < 1e12 and math.isfinite(t) for t in times):
-    raise ValueError('started and renewed are not seconds')
+    raise ValueError('started and renewed are not times in seconds')
   return Lease(**{**body, 'kind': Kind(body['kind'])})
 
 

@@ -59,13 +59,13 @@ class RemoteOptions:
     _check_addresses(self.addresses, where)
     if self.concurrency < 1 or self.retries < 0:
       raise UserError(
-        f'{where}: concurrency is {self.concurrency} and retries {self.retries}, wanted at least 1 '
-        'and 0'
+        f'{where}: concurrency is {self.concurrency} and retries is {self.retries}, wanted at '
+        'least 1 and at least 0'
       )
     if not self.request_deadline_s > 0 or not self.first_wait_s > 0:
       raise UserError(
-        f'{where}: request_deadline_s is {self.request_deadline_s} and first_wait_s '
-        f'{self.first_wait_s}, wanted them above 0'
+        f'{where}: request_deadline_s is {self.request_deadline_s} and first_wait_s is '
+        f'{self.first_wait_s}, wanted both above 0'
       )
     read_key(self.key_file, f'{where}: key_file')
     if self.ca_file is not None:

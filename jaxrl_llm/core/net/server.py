@@ -213,7 +213,7 @@ class Upload:
       self.fault = fault
       raise
     except web.RequestPayloadError:
-      self.fault = Refusal(400, 'the body is not validly framed')
+      self.fault = Refusal(400, 'the framing of the body is invalid')
       raise self.fault from None
     except TimeoutError:
       self.fault = Refusal(408, f'no part of the body arrived for {_BODY_S:g} s')
@@ -325,7 +325,7 @@ class _Connection(web.RequestHandler):
     if status >= 500:
       _log.error('%s %s failed', request.method, request.raw_path, exc_info=exc)
     if request.writer.output_size > 0:
-      raise ConnectionError('the response had begun')
+      raise ConnectionError('the error occurred after the response had begun')
     response = error_response(
       Refusal(status, 'not a valid request' if status < 500 else 'the server failed')
     )

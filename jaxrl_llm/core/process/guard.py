@@ -348,7 +348,7 @@ class Guard:
     if self._signals in ready:
       for number in os.read(self._signals, 4096):
         if number in _STOPS:
-          self._order = self._order or f'{signal.Signals(number).name} asks for it'
+          self._order = self._order or f'it received {signal.Signals(number).name}'
     if 0 in ready and not os.read(0, 65536):
       self._sources.remove(0)
       self.orphaned = True

@@ -134,14 +134,14 @@ def unjoined(environment: Mapping[str, str]) -> str | None:
   """
   if _K8S_INDEX in environment:
     return (
-      f'{_K8S_INDEX}={environment[_K8S_INDEX]}, but neither {ADDRESS} nor {COUNT}: this pod trains '
-      'alone; set both in the manifest if its pods form one job'
+      f'{_K8S_INDEX}={environment[_K8S_INDEX]}, but neither {ADDRESS} nor {COUNT} is set, so this '
+      'pod trains alone; set both in the manifest if its pods form one job'
     )
   tasks = environment.get('SLURM_NTASKS', '1')
   if 'SLURM_STEP_NODELIST' not in environment and tasks != '1':
     return (
-      f'SLURM_NTASKS={tasks}, but not started by srun: this process trains alone; start it with '
-      'srun if the tasks form one job'
+      f'SLURM_NTASKS={tasks}, but srun did not start this process, so it trains alone; start it '
+      'with srun if the tasks form one job'
     )
   return None
 
@@ -166,7 +166,7 @@ def _detected(place: _Place | None, environment: Mapping[str, str]) -> JobDescri
     return None
   if place.method is None:
     raise UserError(
-      f'{place.source}: process {place.process} of {place.processes}, and no variable has the '
+      f'{place.source}: process {place.process} of {place.processes}, but no variable has the '
       f'address of process 0; {place.remedy}set {ADDRESS}=HOST:PORT'
     )
   _check_index(place.source, place.process, place.processes)
@@ -364,7 +364,7 @@ def _group(
 def _number(environment: Mapping[str, str], name: str) -> int:
   value = environment[name].strip()
   if not re.fullmatch(r'\d{1,18}', value, re.ASCII):
-    raise UserError(f'{name}={environment[name]!r:.60}: wanted a number from 0')
+    raise UserError(f'{name}={environment[name]!r:.60}: wanted an integer of at least 0')
   return int(value)
 
 

@@ -112,16 +112,20 @@ class Sample:
     for name in ('role', 'loss_mask', 'sampled', 'behaviour_logprobs'):
       if len(getattr(self, name)) != length:
         raise ValueError(
-          f'Sample {self.uid}: {name} has {len(getattr(self, name))} entries, tokens {length}'
+          f'Sample {self.uid}: {name} has {len(getattr(self, name))} entries, but tokens has '
+          f'{length}'
         )
     if not 0 < self.prompt_len <= length:
-      raise ValueError(f'Sample {self.uid}: prompt_len {self.prompt_len} of {length} tokens')
+      raise ValueError(
+        f'Sample {self.uid}: prompt_len is {self.prompt_len}, wanted 1 to {length}, the number of '
+        'tokens'
+      )
     if self.loss_mask[0]:
       raise ValueError(f'Sample {self.uid}: loss_mask[0] is set, but token 0 has no logprob')
     if not np.isfinite(self.behaviour_logprobs).all():
-      raise ValueError(f'Sample {self.uid}: behaviour_logprobs not finite')
+      raise ValueError(f'Sample {self.uid}: behaviour_logprobs are not finite')
     if self.behaviour_logprobs[~self.sampled].any():
-      raise ValueError(f'Sample {self.uid}: behaviour_logprobs set where no token was sampled')
+      raise ValueError(f'Sample {self.uid}: behaviour_logprobs are set for tokens not sampled')
     for shown in self.media:
       if shown.keys() != {'kind', 'digest', 'span'}:
         raise ValueError(
@@ -129,7 +133,9 @@ class Sample:
         )
       start, end = shown['span']
       if not 0 <= start <= end <= length:
-        raise ValueError(f'Sample {self.uid}: media span {shown["span"]} of {length} tokens')
+        raise ValueError(
+          f'Sample {self.uid}: media span {shown["span"]} does not lie within the {length} tokens'
+        )
 
   @property
   def response_len(self) -> int:
@@ -176,7 +182,7 @@ def decode(data: bytes) -> Sample:
   row = msgpack.unpackb(data)
   schema = row.pop('schema', None)
   if schema != SCHEMA:
-    raise ValueError(f'Sample record has schema {schema!r}, this program reads {SCHEMA}')
+    raise ValueError(f'Sample record has schema {schema!r}, but this program reads {SCHEMA}')
   for name, dtype in _ARRAYS.items():
     row[name] = np.frombuffer(row[name], dtype)
   row['segments'] = tuple(

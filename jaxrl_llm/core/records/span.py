@@ -38,7 +38,7 @@ class Span:
         'number, above 0'
       )
     if not np.isfinite(self.logprobs).all():
-      raise ValueError('Span: logprobs not finite')
+      raise ValueError('Span: logprobs are not finite')
     bounds = [0, *(segment.end for segment in self.segments)]
     if bounds[:-1] != [s.start for s in self.segments] or bounds[-1] != len(self.tokens):
       raise ValueError(f'Span: segments {self.segments} do not cover {len(self.tokens)} tokens')
@@ -82,7 +82,7 @@ def decode_span(data: bytes) -> Span:
   try:
     row = msgpack.unpackb(data)
     if row['schema'] != _SCHEMA:
-      raise ValueError(f'schema {row["schema"]!r}, this program reads {_SCHEMA}')
+      raise ValueError(f'schema is {row["schema"]!r}, but this program reads {_SCHEMA}')
     return Span(
       tokens=np.frombuffer(row['tokens'], '<i4'),
       logprobs=np.frombuffer(row['logprobs'], '<f4'),

@@ -46,7 +46,7 @@ def test_a_file_of_the_configuration_is_found_from_everywhere(tmp_path, monkeypa
     ({'learner.mesh.fsdp': '7'}, {'nodes': 4, 'tpu': 't', 'topology': '4x4'}, 'number of devices'),
     ({}, {'tpu': 't', 'topology': '4by4'}, '--topology=4by4: wanted the shape'),
     ({}, {'rollout_nodes': 1, 'plaintext': True}, "rollout.engine is 'embedded'"),
-    ({}, {'sandboxes': 1, 'plaintext': True}, 'no scorer code'),
+    ({}, {'sandboxes': 1, 'plaintext': True}, 'no scorer of kind code'),
     (VLLM, {'rollout_nodes': 1}, 'neither --tls_cert and --tls_key nor --plaintext'),
     ({**VLLM, 'rollout.vllm.addresses': '["unix:/x"]'}, {'rollout_nodes': 1}, 'addresses'),
     ({'no.such': '1'}, {}, 'no'),

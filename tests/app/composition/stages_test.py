@@ -252,7 +252,7 @@ def test_a_sampler_is_of_the_stages_tasksets():
   with pytest.raises(
     UserError,
     match=(
-      r"stages\.grpo\.source\.sampler\.weights: of \['other'\], and the tasksets are \['train'\]"
+      r"stages\.grpo\.source\.sampler\.weights: names \['other'\], but the tasksets are \['train'\]"
     ),
   ):
     changed('quickstart.py', {'sampler': SamplerConfig(weights={'other': 1.0})})

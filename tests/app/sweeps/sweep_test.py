@@ -71,7 +71,7 @@ def test_ids_are_names_of_directories_that_say_what_differs(tmp_path):
     (f"axes={{'{RATE}': Uniform(low=0.1, high=1)}}", "is Uniform; wanted values"),
     (f"axes={{'{RATE}': Uniform(low=2, high=1)}}", 'wanted low at most high'),
     (f"axes={{'{RATE}': Uniform(low=0, high=1, log=True)}}", 'wanted low above 0'),
-    ("axes={'seed': (1, 2)}, seeds=(1, 2)", 'beside seeds'),
+    ("axes={'seed': (1, 2)}, seeds=(1, 2)", 'seeds is set'),
     (f"{ONE}, seeds=(1, 1)", 'repeats a seed'),
     ('', 'wanted either axes or trials'),
     ('trials=[]', 'trials is empty'),

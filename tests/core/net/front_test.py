@@ -1198,7 +1198,7 @@ def test_a_taken_port_is_one_clear_line(tmp_path):
       port = taken.getsockname()[1]
       front = Front(config(tmp_path, port=port), upstream='unix:/x.sock')
       with pytest.raises(
-        UserError, match=rf'front\.port: {port} of 127\.0\.0\.1 is taken; .*set another'
+        UserError, match=rf'front\.port: {port} of 127\.0\.0\.1 is in use; .*set another'
       ) as caught:
         await front.start()
       assert '\n' not in str(caught.value)

@@ -158,7 +158,7 @@ def test_what_others_could_use_is_refused_with_one_line(registry, spoil, message
 
 def test_a_directory_or_key_of_another_user_is_refused(registry, monkeypatch):
   monkeypatch.setattr(os, 'getuid', lambda: 12345)
-  with pytest.raises(UserError, match=r'belongs to user \d+, wanted this user \(12345\)'):
+  with pytest.raises(UserError, match=r'belongs to user \d+, not to this user \(12345\)'):
     Registry(registry.directory, '--registry')
 
 

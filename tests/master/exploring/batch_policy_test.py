@@ -193,8 +193,8 @@ def test_a_bound_that_leaves_no_choice_is_refused():
 
   assert stage(bound=2, batch_policy='complete_first').source.batch_policy in POLICIES
   for wrong, words in (
-    (dict(), 'with bound 0, at which no clock may decide'),
-    (dict(bound=1), 'with bound 1, at which no group may be passed over'),
+    (dict(), 'with bound 0, for which timing must not decide'),
+    (dict(bound=1), 'with bound 1, for which no group may be passed over'),
     (dict(bound=4, publish_every=4), 'publish_every: 4, .* start for 2 batches ahead'),
   ):
     with pytest.raises(UserError, match=words) as caught:

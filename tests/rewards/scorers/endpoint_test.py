@@ -343,8 +343,8 @@ def test_an_https_service_is_believed_by_the_certificate_that_is_named(certifica
       {'addresses': ['http://h'], 'ca_file': '/no/such'},
       'ca_file /no/such: the certificates cannot',
     ),
-    ({'addresses': ['http://h'], 'retries': -1}, 'retries -1'),
-    ({'addresses': ['http://h'], 'request_deadline_s': 0}, 'wanted them above 0'),
+    ({'addresses': ['http://h'], 'retries': -1}, 'retries is -1'),
+    ({'addresses': ['http://h'], 'request_deadline_s': 0}, 'wanted both above 0'),
     ({'addresses': ['http://h'], 'adresses': []}, "did you mean 'addresses'"),
   ],
 )

@@ -154,7 +154,7 @@ SEGMENT = [2, 5, 0, 2, 'engine', 'stop']
     ),
     (
       {'behaviour_logprobs': bytes_of([0, 0, -1, np.nan, 0], '<f4')},
-      'behaviour_logprobs not finite',
+      'behaviour_logprobs are not finite',
     ),
     ({'uid': 7}, 'uid is int, wanted str'),
     ({'uid': 'u' * 2000}, 'uid has 2000 characters'),
@@ -164,7 +164,7 @@ SEGMENT = [2, 5, 0, 2, 'engine', 'stop']
     ({'visit': 2**63}, 'visit is 9223372036854775808, wanted 0'),
     ({'sample_index': 1.0}, 'sample_index is float, wanted int'),
     ({'step_index': -1}, 'step_index is -1'),
-    ({'prompt_len': 6}, 'prompt_len 6 of 5 tokens'),
+    ({'prompt_len': 6}, 'prompt_len is 6, wanted 1 to 5'),
     ({'prompt_len': 'x'}, 'prompt_len is str, wanted int'),
     ({'taskset': 'another'}, "taskset is 'another', wanted 'sums'"),
     ({'domain': 'code'}, "domain is 'code', wanted 'math'"),
