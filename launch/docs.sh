@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Builds the documentation as a static site, in an environment of its own.
+# Builds the documentation as a static site, in a separate environment.
 #
 #   bash launch/docs.sh [--serve]
 #
-# The site is in runs/docs; --serve shows it at 127.0.0.1:8000 and rebuilds it at each change. The environment is
-# .venv-docs, with the group `docs` of pyproject.toml; installing is skipped where nothing changed. Any warning, such as
-# a link that leads nowhere, fails the build. Pages that come from the code are written by docs/generate.py.
+# The site is written to runs/docs; --serve shows it at 127.0.0.1:8000 and rebuilds it after each change. The
+# environment is .venv-docs, with the group `docs` of pyproject.toml; the installation is skipped if nothing has
+# changed. Any warning, such as a broken link, fails the build. Pages that are derived from the code are written by
+# docs/generate.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SAY=docs
@@ -26,7 +27,7 @@ done
   begin_separate_environment "$venv" "$python" docs launch/docs.sh pyproject.toml || exit 0
   say "installing mkdocs-material into $venv"
   "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --group docs ||
-    fail "uv could not install the group docs (its own words are above)"
+    fail "uv could not install the group docs (see its output above)"
   end_separate_environment
 )
 NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs "${command[@]}"

@@ -1,12 +1,13 @@
-# Sourced by the launch scripts: finds a Python, makes a virtual environment, and installs the package into it.
+# Sourced by the launch scripts: finds a Python, creates a virtual environment, and installs the package into it.
 #
-# Installing is skipped when nothing changed since the last time: a stamp inside the environment holds a hash of what
-# was installed (pyproject.toml, the constraints, Python's version, this directory, the extras, the dependency group).
+# The installation is skipped if nothing has changed since the last one: a stamp file in the environment contains a hash
+# of pyproject.toml, this script, the constraints, Python's version, the current directory, the extras and the
+# dependency group.
 
 SAY=${SAY:-jaxrl_llm}
-# Extras of the package to install, between commas.
+# Extras of the package to install, separated by commas.
 EXTRAS=${EXTRAS:-math,reasoning-gym,datasets}
-# With it, every process would compile every module again.
+# If it were set, every process would compile every module again.
 unset PYTHONDONTWRITEBYTECODE
 
 say() { echo "$SAY: $*"; }
@@ -25,7 +26,7 @@ is_new_enough() {
   esac
 }
 
-# Prints the Python to use: $PYTHON where it is set, else python3, else a newer one beside it.
+# Prints the Python to use: $PYTHON if it is set, otherwise the first of several commands that is new enough.
 find_python() {
   local candidate
   if [ -n "${PYTHON:-}" ]; then
@@ -42,8 +43,8 @@ find_python() {
   fail "python3 is $(version_of python3 || echo missing); wanted Python 3.11 or newer: install one, or name it with PYTHON=/path/to/python3.11"
 }
 
-# lock_environment DIRECTORY: waits until no other script sets DIRECTORY up, and keeps others waiting until this shell
-# ends. (The lock is a file beside DIRECTORY; where flock is missing, there is none.)
+# lock_environment DIRECTORY: waits until no other script is setting up DIRECTORY, and makes other scripts wait until
+# this shell ends. The lock is a file beside DIRECTORY. Without flock, nothing is locked.
 lock_environment() {
   mkdir -p "$(dirname "$1")"
   exec 9>>"${1%/}.lock"
@@ -53,14 +54,14 @@ lock_environment() {
   fi
 }
 
-# adopt_pip_settings DIRECTORY: sets uv's variables so that it looks for packages where pip's settings say.
+# adopt_pip_settings DIRECTORY: sets uv's environment variables, so that uv uses the package indexes of pip's settings.
 adopt_pip_settings() {
   local name value
   while IFS='=' read -r name value; do
     [ -n "${!name:-}" ] || export "$name=$value"
   done < <("$1/bin/python" -m pip config list 2>/dev/null | "$1/bin/python" -c '
 import ast, os, sys
-# The later a section, the more it counts.
+# Later sections override earlier ones.
 sections = {"global": {}, "install": {}, ":env:": {}}
 for line in sys.stdin:
   key, _, value = line.partition("=")
@@ -69,7 +70,7 @@ for line in sys.stdin:
     sections[section][name] = ast.literal_eval(value).split()
 settings = {name: words for found in sections.values() for name, words in found.items() if words}
 if "find-links" in settings:
-  # A folder that is not there is an error to uv, and nothing to pip.
+  # Unlike pip, uv fails if a folder does not exist.
   places = [place for place in settings["find-links"] if ":" in place or os.path.exists(place)]
   if places:
     print("UV_FIND_LINKS=" + ",".join(places))
@@ -81,11 +82,11 @@ for name, variable in (("no-index", "UV_NO_INDEX"), ("cert", "SSL_CERT_FILE")):
   if name in settings:
     print(variable + "=" + settings[name][0])
 ')
-  # As with pip, all places are equal, and the best version wins: a folder's CPU build of PyTorch, for one.
+  # As with pip, the best version in any index or folder is installed, such as a CPU build of PyTorch in a folder.
   export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
 }
 
-# ensure_uv DIRECTORY: installs uv where it is missing; where uv does not run afterwards, prints pip's last line, and 1.
+# ensure_uv DIRECTORY: installs uv if it is missing. If uv does not run then, prints pip's last line and returns 1.
 ensure_uv() {
   local words
   "$1/bin/python" -m uv --version >/dev/null 2>&1 && return
@@ -96,7 +97,7 @@ ensure_uv() {
   return 1
 }
 
-# alone COMMAND...: runs a command that writes jaxrl_llm.egg-info into this tree, one command at a time.
+# alone COMMAND...: runs a command that writes jaxrl_llm.egg-info into this directory, one such command at a time.
 alone() {
   (
     exec 8<pyproject.toml
@@ -105,10 +106,10 @@ alone() {
   )
 }
 
-# install_packages DIRECTORY CONSTRAINTS [GROUP]: installs the package, editable, and the group: by uv, or else by pip.
+# install_packages DIRECTORY CONSTRAINTS [GROUP]: installs the package (editable) and the group, with uv or else pip.
 install_packages() {
   local venv=$1 constraints=$2 group=${3:-} chosen=() extras=() uv words installed=
-  [ "${PWD%/jaxrl_llm/app/environments}" = "$PWD" ] || installed=yes  # Within an installed package, not a checkout.
+  [ "${PWD%/jaxrl_llm/app/environments}" = "$PWD" ] || installed=yes  # This is an installed package, not a checkout.
   [ ! -f "$constraints" ] || chosen+=(--constraint "$constraints")
   [ -z "$group" ] || chosen+=(--group "$group")
   for words in ${EXTRAS//,/ }; do extras+=(--extra "$words"); done
@@ -124,17 +125,17 @@ install_packages() {
     fi
     say "uv could not install the packages into $venv; trying pip"
   else
-    say "no uv could be had for $venv ($words); installing with pip"
+    say "uv cannot be installed into $venv ($words); installing with pip"
   fi
-  [ -z "$installed" ] || fail "wanted uv, for pip cannot install this package again; see above"
-  # Groups are known to pip since 25.1.
+  [ -z "$installed" ] || fail "uv is needed, because pip cannot install this package again; see above"
+  # pip supports groups since 25.1.
   "$venv/bin/python" -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version__.split(".")[:2])) < (25, 1))' ||
     [ -z "$group" ] || "$venv/bin/python" -m pip install --quiet --upgrade 'pip>=25.1'
   alone "$venv/bin/python" -m pip install --quiet --editable ".[$EXTRAS]" "${chosen[@]}" ||
-    fail "pip could not install the packages (its own words are above)"
+    fail "pip could not install the packages (see its output above)"
 }
 
-# ensure_environment DIRECTORY PYTHON [GROUP]: afterwards DIRECTORY/bin/python has the package and the group.
+# ensure_environment DIRECTORY PYTHON [GROUP]: creates the environment if necessary, with the package and the group.
 ensure_environment() {
   (
     lock_environment "$1"
@@ -163,15 +164,16 @@ install_environment() {
   if [ -f "$constraints" ]; then
     say "installing packages into $venv (versions of $constraints${group:+, group $group})"
   else
-    say "installing packages into $venv${group:+ (group $group)}; no tested versions are on record for Python $version"
+    say "installing packages into $venv${group:+ (group $group)}; there are no tested versions for Python $version"
   fi
   install_packages "$venv" "$constraints" "$group"
   echo "$want" >"$stamp"
 }
 
-# begin_separate_environment DIRECTORY PYTHON NAME FILE...: an empty environment with uv in it, for what the trainer's own
-# must not hold; 1 where it is up to date with the FILEs (and this script's text). One that no script made is left alone.
-# What follows is installed, and `end_separate_environment` called. The lock is held until the script ends.
+# begin_separate_environment DIRECTORY PYTHON NAME FILE...: creates an environment with only uv, for packages that the
+# trainer's environment must not contain. Returns 1 if the environment is up to date with the FILEs. Fails if DIRECTORY
+# was not made by the script NAME. The caller then installs the packages and calls `end_separate_environment`. The lock
+# is held until the script ends.
 begin_separate_environment() {
   local venv=$1 python=$2 name=$3 made=$1/made-by-$3 words
   shift 3
@@ -184,7 +186,7 @@ begin_separate_environment() {
     return 1
   fi
   if [ -e "$venv" ] && [ ! -e "$made" ] && [ -n "$(ls -A "$venv")" ]; then
-    fail "$venv is there and was not made by this script; it is left alone: remove it, or name another --target"
+    fail "$venv exists and was not made by this script, so it is not changed: remove it, or choose another --target"
   fi
   say "creating $venv with Python $(version_of "$python")"
   "$python" -m venv --clear "$venv" ||

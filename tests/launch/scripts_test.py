@@ -172,7 +172,7 @@ def test_an_install_that_failed_is_one_line_and_tried_again(tree):
   assert failed.returncode == 2
   assert (
     failed.stderr.splitlines()[-1]
-    == 'quickstart: pip could not install the packages (its own words are above)'
+    == 'quickstart: pip could not install the packages (see its output above)'
   )
   (tree / 'backend.py').write_text(BACKEND)
   assert run(script, PYTHON=sys.executable).returncode == 7
@@ -184,7 +184,7 @@ def test_quickstart_creates_the_environment_itself_and_repairs_a_broken_one(tree
   first = run(script, PYTHON=sys.executable)
   assert (first.returncode, first.stderr) == (7, '')
   assert first.stdout.startswith('quickstart: creating .venv with Python 3.')
-  assert 'no tested versions are on record' in first.stdout
+  assert 'there are no tested versions' in first.stdout
   shutil.rmtree(tree / '.venv' / 'lib')  # As an interrupted set-up leaves it.
   again = run(script, PYTHON=sys.executable)
   assert again.returncode == 7
@@ -484,7 +484,7 @@ def test_without_uv_pip_installs_and_says_so(tree):
   )
   assert (ran.returncode, ran.stderr) == (7, '')
   said = (
-    'quickstart: no uv could be had for .venv (ERROR: No matching distribution found for uv); '
+    'quickstart: uv cannot be installed into .venv (ERROR: No matching distribution found for uv); '
     'installing with pip'
   )
   assert ran.stdout.splitlines()[2] == said
@@ -501,10 +501,10 @@ def test_the_preparation_of_smollm2_overwrites_nothing_and_names_bad_arguments(t
   )
   (tree / 'mine').mkdir()
   left = run(script, '--out=mine/')
-  assert left.returncode == 2 and 'mine is there and is no model directory' in left.stderr
+  assert left.returncode == 2 and 'mine exists and is not a model directory' in left.stderr
   (tree / 'mine' / 'config.json').write_text('{}')
   done = run(script, '--out=mine/')
-  assert (done.returncode, done.stdout) == (0, 'prepare_smollm2: mine is there already\n')
+  assert (done.returncode, done.stdout) == (0, 'prepare_smollm2: mine exists already\n')
   assert not (tree / '.venv-smollm2').exists() and os.listdir(tree / 'mine') == ['config.json']
 
 
