@@ -738,10 +738,8 @@ class Config:
     rollout, reason = self.rollout, ''
     if rollout.engine not in ENGINES:
       reason = f'rollout.engine {rollout.engine!r}; wanted {" or ".join(ENGINES)}'
-    elif rollout.explorers is not None:
-      reason = 'rollout.explorers; remove it'
-    elif rollout.workflow != WorkflowConfig():
-      reason = f'rollout.workflow {rollout.workflow.kind!r}; wanted single_turn without options'
+    elif rollout.max_steps > 1:
+      reason = f'rollout.max_steps {rollout.max_steps}; wanted 1'
     elif (
       rollout.engine == 'embedded'
       and (longest := max(rollout.embedded.prefill_buckets, default=None)) is not None

@@ -157,6 +157,8 @@ class Algorithm(NamedTuple):
   """Whether the loss corrects for the difference between the weights that sampled a token and the
   trained weights, using the token's behaviour logprob.
   """
+  credits_tokens: bool = False
+  """Whether advantages are estimated for each token, from rewards at the ends of turns."""
   no_effect: tuple[str, ...] = ()
   """Messages about options that are set but have no effect. They are logged when a stage is built.
   """

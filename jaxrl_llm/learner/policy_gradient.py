@@ -93,6 +93,7 @@ def policy_gradient(config: PolicyGradientConfig, setting: Setting) -> Algorithm
     else None,
     critic_warmup=config.critic_warmup if critic else 0,
     corrects=config.rollout_is != 'none' or config.bypass_old_logprobs,
+    credits_tokens=config.adv_estimator in ('reinforce_plus_plus', 'gae'),
     no_effect=without_effect(config, name_of(config), needs),
   )
 

@@ -9,10 +9,9 @@ tokenizer, max_tokens, **options) and returns a `Workflow`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -134,64 +133,6 @@ class SingleTurn:
     async for index, completion in self._engine.generate(request):
       yield await by_length(len(completion.tokens), finished, index, completion)
 
-  async def extend(
-    self,
-    task: Task,
-    visit: int,
-    *,
-    stage: str,
-    samples: int,
-    sampling: Sampling,
-    begun: Mapping[int, Sequence[int]],
-    budget: Mapping[int, int],
-  ) -> dict[int, Completion]:
-    """Samples further tokens for unfinished samples of a group. Returns a completion with only the
-    new tokens for each sample in `budget`, keyed by sample index.
-
-    Args:
-      begun: tokens of each sample so far, keyed by sample index; empty for a new group.
-      budget: maximum number of further tokens of each unfinished sample, keyed by sample index.
-    """
-    request = await self._request(task, visit, stage=stage, samples=samples, sampling=sampling)
-    if begun:
-      requests = [
-        dataclasses.replace(
-          request,
-          prompt=(*request.prompt, *begun[index]),
-          begun=len(begun[index]),
-          first=index,
-          samples=1,
-          max_tokens=most,
-        )
-        for index, most in sorted(budget.items())
-      ]
-    else:
-      (most,) = set(budget.values())
-      requests = [dataclasses.replace(request, max_tokens=most)]
-    async with asyncio.TaskGroup() as group:
-      asked = [group.create_task(_answers(self._engine, request)) for request in requests]
-    return {index: completion for task in asked for index, completion in task.result()}
-
-  async def sample(
-    self,
-    task: Task,
-    visit: int,
-    index: int,
-    completion: Completion,
-    *,
-    stage: str,
-    temperature: float,
-  ) -> Sample:
-    """Builds the sample record of a finished completion."""
-    group, prompt = f'{stage}/{task.uid}/{visit}', await self._prompt(task)
-    return rollout_sample(
-      task, visit, index, prompt, completion, group=group, temperature=temperature
-    )
-
-  async def decoded(self, sample: Sample) -> str:
-    """Returns `text(sample)`. A long text is decoded in a thread."""
-    return await by_length(sample.response_len, self.text, sample)
-
   async def _prompt(self, task: Task) -> list[int]:
     # Another process renders the prompt. It may be slow or hang, so a thread waits for it.
     if self._tokenizer.renders_elsewhere:
@@ -215,11 +156,6 @@ class SingleTurn:
     return completion_text(
       self._tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
     )
-
-
-async def _answers(engine: Generator, request: Request) -> list[tuple[int, Completion]]:
-  async with contextlib.aclosing(engine.generate(request)) as completions:
-    return [answer async for answer in completions]
 
 
 def request_key(task: Task, visit: int, turn: int = 0) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import attached
 import job
 import pytest
 import spending
-from couplings import DEFAULT, MODEL, REFUSED, jobs
+from couplings import DEFAULT, MODEL, REFUSED, REFUSED_TOGETHER, jobs
 from paths import FIXTURES, SUPPORT
 from services import Service
 
@@ -89,8 +89,16 @@ def test_every_pair_of_couplings_ends_well(tmp_path, levels):
 @pytest.mark.full
 @pytest.mark.parametrize(('pair', 'reason'), REFUSED.items(), ids=str)
 def test_a_refused_pair_is_one_line(tmp_path, pair, reason):
-  said = train(tmp_path / 'run', DEFAULT | dict(pair), expect=2)
+  check_refused(tmp_path, dict(pair), f'rollout.partial: cannot be combined with {reason}')
+
+
+@pytest.mark.full
+def test_levels_that_are_refused_together_are_one_line(tmp_path):
+  check_refused(tmp_path, dict(REFUSED_TOGETHER), 'ppo credits the rewards of turns')
+
+
+def check_refused(tmp_path, levels, reason):
+  said = train(tmp_path / 'run', DEFAULT | levels, expect=2)
   line = said.splitlines()[-1]
-  assert line.startswith('error: ')
-  assert f'rollout.partial: cannot be combined with {reason}' in line
+  assert line.startswith('error: ') and reason in line
   assert 'Traceback' not in said

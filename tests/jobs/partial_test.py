@@ -1,16 +1,23 @@
 """Partial rollouts in the quickstart's job: nothing is lost, trained twice or changed by a kill."""
 
+import collections
 import contextlib
 import json
+import os
 import random
+import signal
 import sqlite3
+import subprocess
 import time
 
 import job
 import pytest
+from paths import FIXTURES
 from stored import assert_rebuilt
 
+from jaxrl_llm.core.records.sample import Role
 from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.browse import open_copy
 
 pytestmark = pytest.mark.full
 
@@ -62,6 +69,36 @@ def test_kills_with_partials_open_change_no_bit(uninterrupted, tmp_path):
   assert_rebuilt(tmp_path / 'run' / 'replay', tmp_path / 'rebuilt')
 
 
+TURNS = (
+  *job.PARTIAL,
+  '--config.rollout.workflow={"kind":"second_try:SecondTry"}',
+  '--config.rollout.max_prompt_length=12',
+  '--config.rollout.max_response_length=24',
+  '--config.rollout.embedded.prefill_buckets=(8,36)',
+)
+"""Two turns, each of which spends the budget more than once."""
+EXPLORERS = '--config.rollout.explorers={"processes":2,"groups":3}'
+
+
+def test_two_turns_in_explorers_equal_those_of_this_process_also_when_both_are_killed(tmp_path):
+  options = {'flags': TURNS, 'environ': job.environment(PYTHONPATH=str(FIXTURES))}
+  here, there = tmp_path / 'here', tmp_path / 'there'
+  job.train(here, *TURNS, environ=options['environ'])
+  options['flags'] = (*TURNS, EXPLORERS)
+  job.killed_and_resumed(there, 12 + 3, **options)
+  job.assert_equal_runs(there, here)
+  rows = [row for row in job.rows(here) if 'partial/cut' in row]
+  assert sum(row['partial/continued'] for row in rows) > 4 and rows[-1]['run/clock_decisions'] == 0
+  for run in (here, there):
+    report = audit(run / 'replay')
+    assert report.ok and report.live == () and set(report.uses) == {1}, report.lines
+    with contextlib.closing(open_copy(run / 'replay', tmp_path / f'{run.name} copy')) as store:
+      plan = [row['uid'] for row in store.plans()[19]['rows']]
+      samples = store.read(plan)
+  assert any((sample.role == Role.TOOL).any() for sample in samples)
+  assert any(len({s.version.step for s in sample.segments}) > 1 for sample in samples)
+
+
 @pytest.mark.acceptance
 def test_above_bound_0_older_spans_are_trained_on_and_a_kill_loses_no_sample(tmp_path):
   flags = (
@@ -90,3 +127,45 @@ def test_five_kills_with_partials_open_change_no_bit(uninterrupted, tmp_path, se
   job.assert_equal_runs(tmp_path / 'run', uninterrupted)
   report = audit(tmp_path / 'run' / 'replay')
   assert report.ok and report.live == () and set(report.uses) == {1}, report.lines
+
+
+@pytest.mark.acceptance
+def test_fifteen_kills_of_trainer_and_explorers_with_turns_half_way_change_no_bit(
+  tmp_path, record_property
+):
+  environ, rng = job.environment(PYTHONPATH=str(FIXTURES)), random.Random(15)
+  here, there = tmp_path / 'here', tmp_path / 'there'
+  steps = '--config.stages.grpo.steps=24'
+  job.train(here, *TURNS, steps, environ=environ)
+  flags, killed = (*TURNS, steps, EXPLORERS), collections.Counter()
+  while killed.total() < 15:
+    process = job.start(there, *flags, environ=environ)
+    done = len(job.rows(there))
+    job.wait_for_rows(there, max(13, done), process)
+    for _ in range(rng.randrange(1, 3)):
+      time.sleep(rng.random() * 0.6)
+      running = explorers_of(there)
+      if running:
+        os.kill(rng.choice(running), signal.SIGKILL)
+        killed['explorer'] += 1
+    time.sleep(rng.random() * 0.6)
+    assert process.poll() is None, process.communicate()[1]
+    job.kill(process)
+    killed['trainer'] += 1
+  job.train(there, *flags, environ=environ)
+  record_property('kills', str(dict(killed)))
+  job.assert_equal_runs(there, here)
+  report = audit(there / 'replay')
+  assert report.ok and report.live == () and set(report.uses) == {1}, report.lines
+
+
+def explorers_of(run):
+  """Process ids of the run's explorers."""
+  listed = subprocess.run(['ps', '-eo', 'pid,args'], capture_output=True, text=True, check=True)
+  return [
+    int(line.split()[0])
+    for line in listed.stdout.splitlines()
+    if 'jaxrl_llm.app.serve.explorer' in line
+    and 'guard.py' not in line
+    and os.path.realpath(f'/proc/{line.split()[0]}/fd/1').startswith(str(run))
+  ]

@@ -30,11 +30,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
   'service': (False, True),
 }
 REFUSED = {
-  (('explorers', True), ('partial', True)): 'rollout.explorers; remove it',
   (('partial', True), ('replay', True)): 'stages.grpo.source.past; remove it',
-  (('partial', True), ('workflow', 'two_turns')): "rollout.workflow 'second_try:SecondTry'; wanted",
 }
 """Pairs that a configuration may not have, with what the refusal says."""
+REFUSED_TOGETHER = {('partial', True), ('algorithm', 'ppo'), ('workflow', 'two_turns')}
+"""Levels that a configuration may have by twos."""
 
 Job = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
@@ -58,7 +58,11 @@ def jobs() -> list[Job]:
   new pairs, the first of equals.
   """
   candidates = [dict(zip(FACTORS, levels)) for levels in itertools.product(*FACTORS.values())]
-  covers = [(job, pairs) for job in candidates if not (pairs := pairs_of(job)) & REFUSED.keys()]
+  covers = [
+    (job, pairs)
+    for job in candidates
+    if not (pairs := pairs_of(job)) & REFUSED.keys() and not job.items() >= REFUSED_TOGETHER
+  ]
   left, chosen = all_pairs() - REFUSED.keys(), []
   while left:
     job, pairs = max(covers, key=lambda each: len(each[1] & left))

@@ -43,7 +43,7 @@ class FakeHub:
 class Setting:
   """A crew whose explorers are tasks of this event loop, over its real socket."""
 
-  def __init__(self, directory, build=None, workflow=None, announce=None, **config):
+  def __init__(self, directory, build=None, workflow=None, announce=None, max_tokens=4, **config):
     self.tokenizer = make_tokenizer(directory / 'tokenizer')
     self.engine = FakeEngine(self.tokenizer)
     self.hub = FakeHub(self.engine)
@@ -52,7 +52,7 @@ class Setting:
     )
     welcome = Welcome(
       workflow=workflow or WorkflowConfig(),
-      max_tokens=4,
+      max_tokens=max_tokens,
       max_steps=1,
       max_prompt=12,
       tokenizer=self.tokenizer.files,
@@ -63,7 +63,7 @@ class Setting:
       welcome=welcome.row(),
       text=SingleTurn(self.engine, self.tokenizer, max_tokens=4).text,
       turns=functools.partial(turns_of, self.tokenizer),
-      bounds=Bounds(vocab_size=self.tokenizer.vocab_size, max_length=16),
+      bounds=Bounds(vocab_size=self.tokenizer.vocab_size, max_length=12 + max_tokens),
       logs=directory / 'logs',
       command=explorer_command,
       announce=announce,

@@ -201,6 +201,7 @@ class Exploration:
       scorers=self.scorers,
       events=events,
       take_tokens=self.hub.take_tokens,
+      partials=self.hub.partials,
     )
     self.explorer = Explorer(
       self.config, self.runner, sampler=self.sampler, store=store, events=events

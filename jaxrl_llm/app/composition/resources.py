@@ -154,6 +154,7 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
       scorers=chosen,
       events=events,
       take_tokens=services.rollouts.hub.take_tokens,
+      partials=services.rollouts.hub.partials,
     )
 
   forget_later_rows(setup, step)

@@ -27,6 +27,7 @@ from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.logprobs import plan_token_chunk
 from jaxrl_llm.parallel.mesh import SEQUENCE
 from jaxrl_llm.parallel.rules import parts
+from jaxrl_llm.rollout.workflow import WorkflowConfig
 
 
 def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
@@ -276,12 +277,21 @@ def _check_delayed(stage: str, source: Rollouts, config: Config) -> None:
 
 
 def _check_partial(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  partial = config.rollout.partial
-  if partial is not None and partial.loss != 'current_only' and not algorithm.corrects:
+  partial, workflow = config.rollout.partial, config.rollout.workflow
+  if partial is None:
+    return
+  if partial.loss != 'current_only' and not algorithm.corrects:
     raise UserError(
       f'stages.{stage.name}.algorithm: rollout.partial.loss {partial.loss!r} trains on tokens of '
       f'older weights, for which {stage.algorithm.name} has no correction here; set its rollout_is '
       "to 'token', or loss to 'current_only'"
+    )
+  is_single_turn = workflow.kind == WorkflowConfig().kind
+  if partial.loss != 'all' and algorithm.credits_tokens and not is_single_turn:
+    raise UserError(
+      f'stages.{stage.name}.algorithm: {stage.algorithm.name} credits the rewards of turns to '
+      f'their tokens, and rollout.partial.loss {partial.loss!r} trains on the newest alone; wanted '
+      "loss 'all', an algorithm that compares groups, or the workflow 'single_turn'"
     )
 
 

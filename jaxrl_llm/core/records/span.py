@@ -1,4 +1,4 @@
-"""Span records: parts of a completion that is generated over several iterations.
+"""Span records: parts of a sample that is generated over several iterations.
 
 `encode_span` and `decode_span` convert a record to and from msgpack.
 """
@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgpack
 import numpy as np
@@ -15,12 +17,28 @@ from jaxtyping import Float32, Int32
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
 
-_SCHEMA = 1
+_SCHEMA = 2
+_OLDEST_SCHEMA = 1
+"""Schema of records without `Span.pieces`."""
+
+
+class Piece(NamedTuple):
+  """Part of a span that was sampled for one request."""
+
+  request: str
+  """Digest of the request. Requests of the same completion in different iterations have the same
+  digest.
+  """
+  end: int
+  """Number of the span's tokens up to the end of the piece."""
+  finish: Finish | None
+  """Reason why the request's completion ended; None if it continues in a later span."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Span:
-  """The tokens that one iteration sampled for a completion, without the prompt and earlier spans.
+  """The tokens that one iteration sampled for a sample. Prompts, observations and earlier spans are
+  not included.
 
   All arrays have the length of `tokens`. Segments count from the first token of the span.
   """
@@ -29,7 +47,9 @@ class Span:
   logprobs: Float32[np.ndarray, 'time']
   segments: tuple[Segment, ...]
   finish: Finish | None
-  """Reason why the completion ended; None if it continues in a later span."""
+  """Reason why the last completion of the span ended; None if it continues in a later span."""
+  pieces: tuple[Piece, ...] = ()
+  """Pieces of the span, in order. They are empty if the sample makes a single request."""
 
   def __post_init__(self):
     if not len(self.tokens) or len(self.tokens) != len(self.logprobs):
@@ -44,10 +64,46 @@ class Span:
       raise ValueError(f'Span: segments {self.segments} do not cover {len(self.tokens)} tokens')
     if empty := [segment for segment in self.segments if segment.start >= segment.end]:
       raise ValueError(f'Span: segment {empty[0]} has no tokens')
+    if self.pieces:
+      ends = [piece.end for piece in self.pieces]
+      is_rising = all(a < b for a, b in itertools.pairwise([0, *ends]))
+      if not is_rising or ends[-1] != len(self.tokens) or not {*ends} <= {*bounds}:
+        raise ValueError(f'Span: pieces {self.pieces}, wanted them to consist of segments')
+
+  def by_request(self) -> Iterator[tuple[str, Span]]:
+    """Yields each piece with the digest of its request; an empty digest if there are no pieces."""
+    start = 0
+    for request, end, finish in self.pieces or [('', len(self.tokens), self.finish)]:
+      segments = [
+        dataclasses.replace(segment, start=segment.start - start, end=segment.end - start)
+        for segment in self.segments
+        if start <= segment.start < end
+      ]
+      yield (
+        request,
+        Span(
+          tokens=self.tokens[start:end],
+          logprobs=self.logprobs[start:end],
+          segments=tuple(segments),
+          finish=finish,
+        ),
+      )
+      start = end
 
 
-def joined(spans: Sequence[Span]) -> Span:
-  """Returns the spans of one completion, in order, as a single span."""
+def by_request(spans: Sequence[Span]) -> dict[str, Span]:
+  """Returns what the spans of a sample, in order, contain of each completion. The completions are
+  keyed by the digest of their request, in the order of their first tokens.
+  """
+  pieces: dict[str, list[Span]] = {}
+  for span in spans:
+    for request, piece in span.by_request():
+      pieces.setdefault(request, []).append(piece)
+  return {request: joined(parts) for request, parts in pieces.items()}
+
+
+def joined(spans: Sequence[Span], pieces: Sequence[Piece] = ()) -> Span:
+  """Returns consecutive spans as a single span with these pieces."""
   starts = np.cumsum([0, *(len(span.tokens) for span in spans)]).tolist()
   return Span(
     tokens=np.concatenate([span.tokens for span in spans]),
@@ -58,6 +114,7 @@ def joined(spans: Sequence[Span]) -> Span:
       for segment in span.segments
     ),
     finish=spans[-1].finish,
+    pieces=tuple(pieces),
   )
 
 
@@ -72,17 +129,28 @@ def encode_span(span: Span) -> bytes:
         [s.start, s.end, s.version.attempt, s.version.step, s.engine, s.finish]
         for s in span.segments
       ],
-      'finish': None if span.finish is None else str(span.finish),
+      'finish': _text(span.finish),
+      'pieces': [[piece.request, piece.end, _text(piece.finish)] for piece in span.pieces],
     }
   )
+
+
+def _text(finish: Finish | None) -> str | None:
+  return None if finish is None else str(finish)
 
 
 def decode_span(data: bytes) -> Span:
   """Decodes a span. Raises ValueError if the data are not a span of a known schema."""
   try:
     row = msgpack.unpackb(data)
-    if row['schema'] != _SCHEMA:
-      raise ValueError(f'schema is {row["schema"]!r}, but this program reads {_SCHEMA}')
+    if row['schema'] not in (_OLDEST_SCHEMA, _SCHEMA):
+      raise ValueError(
+        f'schema is {row["schema"]!r}, but this program reads {_OLDEST_SCHEMA} to {_SCHEMA}'
+      )
+
+    def finish_of(text: str | None) -> Finish | None:
+      return None if text is None else Finish(text)
+
     return Span(
       tokens=np.frombuffer(row['tokens'], '<i4'),
       logprobs=np.frombuffer(row['logprobs'], '<f4'),
@@ -90,7 +158,10 @@ def decode_span(data: bytes) -> Span:
         Segment(start=a, end=b, version=Version(attempt, step), engine=engine, finish=finish)
         for a, b, attempt, step, engine, finish in row['segments']
       ),
-      finish=None if row['finish'] is None else Finish(row['finish']),
+      finish=finish_of(row['finish']),
+      pieces=tuple(
+        Piece(request, end, finish_of(text)) for request, end, text in row.get('pieces', ())
+      ),
     )
   except (msgpack.exceptions.UnpackException, KeyError, TypeError, ValueError) as error:
     raise ValueError(f'Span record: {type(error).__name__}: {error}') from None

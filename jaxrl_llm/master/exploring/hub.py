@@ -10,6 +10,7 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.process_clock import TOKENS
 from jaxrl_llm.core.records.task import Message
 from jaxrl_llm.core.types import Json
+from jaxrl_llm.master.exploring.partial import PartialGenerator
 from jaxrl_llm.rewards.api import Attempt, Reward, RewardsConfig, combine
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Completion, Engine, Request
@@ -18,7 +19,11 @@ from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 
 class MasterHub:
-  """Implements `rollout.hub.Hub` with the run's own engine, scorers and auxiliary models."""
+  """Implements `rollout.hub.Hub` with the run's own engine, scorers and auxiliary models.
+
+  Attributes:
+    partials: generator of all completions; it budgets those of partial rollouts.
+  """
 
   def __init__(
     self,
@@ -36,11 +41,16 @@ class MasterHub:
       auxiliary: auxiliary models, keyed by the names that workflows use.
     """
     self._engine, self._scorers, self._rewards_of = engine, scorers, rewards_of
+    self.partials = PartialGenerator(self._sample)
     self._auxiliary, self._events = auxiliary, events
     self._tokens: collections.Counter[str] = collections.Counter()
     """Number of generated tokens that `take_tokens` has not returned yet, keyed by group."""
 
-  async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
+  def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
+    return self.partials.generate(request)
+
+  async def _sample(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
+    """Yields the completions that the engine samples."""
     assert self._engine is not None, 'a run without an engine has no workflow'
     async with contextlib.aclosing(self._engine.generate(request)) as completions:
       async for index, completion in completions:

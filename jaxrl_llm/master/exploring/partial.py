@@ -4,25 +4,40 @@ In each iteration (batch), a sample may generate a budget of tokens. When a samp
 used up the budget, the group is parked: its new tokens are stored as spans, and a later iteration
 continues it. The group is scored and trained on once, when all of its samples have finished.
 
-Invariant: the budget is counted in tokens, so no clock decides where a sample is cut.
+A workflow knows nothing of this. In each iteration it runs from its beginning, in this process or
+in an explorer, and `PartialGroup` answers its requests: those of earlier iterations with the stored
+tokens, the others with the engine. A request whose budget is spent is not answered any more. When
+every unfinished sample of the group waits for such an answer, the workflow is ended.
+
+Invariant: the budget is counted in tokens, so no clock decides where a sample is cut. This holds if
+a workflow makes the requests of a sample one after another and independently of other samples, and
+if the same answers lead it to the same requests.
 
 Source: "Kimi k1.5: Scaling Reinforcement Learning with LLMs" (arXiv:2501.12599), section 2.6.2.
 """
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import hashlib
+import itertools
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish, Sample
-from jaxrl_llm.core.records.span import Span, joined
-from jaxrl_llm.core.records.task import Task
-from jaxrl_llm.rollout.api import BUDGET, Completion, Sampling
-from jaxrl_llm.rollout.workflow import SingleTurn
+from jaxrl_llm.core.records.score import Score
+from jaxrl_llm.core.records.span import Piece, Span, by_request, joined
+from jaxrl_llm.master.exploring.selection import Experience
+from jaxrl_llm.rewards.api import Reward
+from jaxrl_llm.rollout.api import BUDGET, Completion, Request, Sampling
+from jaxrl_llm.rollout.workflow import Rollout, trained_turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +94,13 @@ class PartialConfig:
     return {'current_only': newest, 'last_k': newest + 1 - (self.last_k or 1), 'all': 0}[self.loss]
 
 
+_IDLE_S = 60.0
+"""Seconds without any request or answer after which the workflow of a group is ended, if a request
+waits whose budget is spent. Workflows in which samples wait for each other need this.
+"""
+SampleFunction = Callable[[Request], AsyncIterator[tuple[int, Completion]]]
+
+
 class GroupCut(Exception):
   """Raised when a later iteration must continue a group, because an unfinished sample has used up
   its token budget for this iteration, or because the batch is full.
@@ -86,84 +108,289 @@ class GroupCut(Exception):
   Attributes:
     spans: tokens that each sample generated in this iteration, keyed by sample index; empty if they
       are discarded, because the batch is full.
+    by_clock: whether the iteration ended because nothing happened for a while.
   """
 
-  def __init__(self, spans: Mapping[int, Span]):
+  def __init__(self, spans: Mapping[int, Span], *, by_clock: bool = False):
     super().__init__('the budget is spent')
-    self.spans = spans
+    self.spans, self.by_clock = spans, by_clock
 
 
-async def continue_group(
-  workflow: SingleTurn,
-  config: PartialConfig,
-  task: Task,
-  visit: int,
-  *,
-  stage: str,
-  sampling: Sampling,
-  spans: Sequence[Sequence[Span]],
-) -> list[tuple[Sample, str]]:
-  """Generates the next spans of a group. If all samples are then finished, returns them with their
-  decoded texts.
-
-  Args:
-    spans: spans of earlier iterations, for each sample in order of index.
-
-  Raises:
-    GroupCut: a sample is unfinished and has used up its budget.
-    UserError: a sample already has more tokens than the length limit, which was lowered meanwhile.
+class GroupDiverged(Exception):
+  """A workflow that was run again has not repeated its earlier requests, so that the tokens of
+  earlier iterations do not belong to it.
   """
-  max_tokens = sampling.limit(workflow.max_tokens)
-  before = {index: joined(of_sample) for index, of_sample in enumerate(spans) if of_sample}
-  for index, span in before.items():
-    most = max_tokens - (span.finish is None)
-    if len(span.tokens) > most:
-      raise UserError(
-        f'rollout.max_response_length: got {max_tokens}, but the partial sample '
-        f'{stage}/{task.uid}/{visit}/{index} {"continues after" if span.finish is None else "has"} '
-        f'{len(span.tokens)} tokens; wanted the length with which it was begun, or branch with '
-        '--reset_store'
-      )
-  budget = {}
-  for index, of_sample in enumerate(spans):
-    remaining = max_tokens - (len(before[index].tokens) if index in before else 0)
-    if not of_sample or of_sample[-1].finish is None:
-      budget[index] = (
-        remaining if len(of_sample) + 1 >= config.max_spans else min(remaining, config.budget)
-      )
-  completions = await workflow.extend(
-    task,
-    visit,
-    stage=stage,
-    samples=len(spans),
-    sampling=sampling,
-    begun={index: span.tokens.tolist() for index, span in before.items()},
-    budget=budget,
-  )
-  new = {
-    index: _span(completion, before.get(index), max_tokens, sampling)
-    for index, completion in completions.items()
-  }
-  whole = [
-    joined([*of_sample, *([new[index]] if index in new else [])])
-    for index, of_sample in enumerate(spans)
-  ]
-  if any(span.finish is None for span in whole):
-    raise GroupCut(new)
-  samples = [
-    await workflow.sample(
-      task,
-      visit,
-      index,
-      Completion(
-        tokens=span.tokens, logprobs=span.logprobs, finish=span.finish, segments=span.segments
-      ),
-      stage=stage,
-      temperature=sampling.temperature,
+
+
+class PartialGenerator:
+  """Generator that budgets the requests of open groups, and passes other requests on."""
+
+  def __init__(self, sample: SampleFunction):
+    """
+    Args:
+      sample: yields the completions of a request that the engine generates, with their indices.
+    """
+    self._sample = sample
+    self._groups: dict[str, PartialGroup] = {}
+
+  def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
+    """Yields completions with their indices; see `Generator.generate`."""
+    group = self._groups.get(request.group)
+    return self._sample(request) if group is None else group.generate(request)
+
+  async def collect(
+    self,
+    name: str,
+    config: PartialConfig,
+    spans: Sequence[Sequence[Span]],
+    rollouts: AsyncIterator[Rollout],
+  ) -> list[Rollout]:
+    """Runs a group for one iteration. Returns its trajectories in order of index.
+
+    Args:
+      name: id of the group.
+      spans: spans of earlier iterations, for each sample in order of index.
+      rollouts: the trajectories of the group's workflow, whose requests this object answers.
+
+    Raises:
+      GroupCut: a sample is unfinished and has used up its budget.
+      GroupDiverged: the workflow has not repeated its earlier requests.
+      UserError: a sample already has more tokens than the length limit, which was lowered
+        meanwhile.
+    """
+    group = self._groups[name] = PartialGroup(self._sample, config, name, spans)
+    try:
+      return await group.collect(rollouts)
+    finally:
+      del self._groups[name]
+      await group.close()
+
+
+class PartialGroup:
+  """Answers the requests of a group's workflow in one iteration, within the samples' budgets."""
+
+  def __init__(
+    self,
+    sample: SampleFunction,
+    config: PartialConfig,
+    name: str,
+    spans: Sequence[Sequence[Span]],
+  ):
+    """See `PartialGenerator.collect`."""
+    self._sample, self._name = sample, name
+    self._stored = [by_request(of_sample) for of_sample in spans]
+    """Completions of earlier iterations, keyed by the digest of the request, for each sample."""
+    self._unrepeated = [{*stored} for stored in self._stored]
+    """Digests of the earlier requests that the workflow has not repeated yet, for each sample."""
+    self._budgets: list[float] = [
+      math.inf if len(of_sample) + 1 >= config.max_spans else config.budget for of_sample in spans
+    ]
+    """Number of tokens that each sample may still generate."""
+    self._new: list[dict[str, Span]] = [{} for _ in spans]
+    """Tokens of this iteration, keyed by the digest of the request, for each sample."""
+    self._answers: dict[tuple[int, str], asyncio.Future[Completion]] = {}
+    """Completion of each request, keyed by sample index and digest. A future stays pending if the
+    budget is spent.
+    """
+    self._generating: collections.Counter[int] = collections.Counter()
+    """Number of requests that the engine is working on, keyed by sample index."""
+    self._held: set[int] = set()
+    """Indices of the samples with a request that this iteration does not answer."""
+    self._finished: set[int] = set()
+    self._changes = 0
+    """Number of requests, answers and trajectories so far."""
+    self._tasks: set[asyncio.Task] = set()
+    """Tasks that wait for the engine."""
+    self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    """Completes when no sample can continue, or with the error of a request."""
+
+  async def close(self) -> None:
+    """Cancels the requests that the engine is working on."""
+    for task in self._tasks:
+      task.cancel()
+    await asyncio.gather(*self._tasks, return_exceptions=True)
+    self._ended.cancel()
+
+  async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
+    """Yields completions with their indices; see `Generator.generate`. A completion whose budget is
+    spent does not arrive. A request that is repeated gets the same completions.
+    """
+    digest = _digest(request)
+    indices = range(request.first, request.first + request.samples)
+    self._begin(request, digest, [i for i in indices if (i, digest) not in self._answers])
+    pending = {self._answers[index, digest]: index for index in indices}
+    while pending:
+      # Wait 'completion': bounded by the waits 'limits' and 'collect'.
+      done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+      for answer in sorted(done, key=pending.__getitem__):
+        yield pending.pop(answer), answer.result()
+
+  async def collect(self, rollouts: AsyncIterator[Rollout]) -> list[Rollout]:
+    """See `PartialGenerator.collect`."""
+    arrived: dict[int, Rollout] = {}
+
+    async def gather() -> None:
+      async with contextlib.aclosing(rollouts):
+        async for rollout in rollouts:
+          index = rollout.sample.sample_index
+          arrived[index] = rollout
+          self._finished.add(index)
+          self._changed()
+
+    gathering, is_idle = asyncio.create_task(gather()), False
+    try:
+      while not (gathering.done() or self._ended.done() or is_idle):
+        before = self._changes
+        await asyncio.wait(
+          {gathering, self._ended}, timeout=_IDLE_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        is_idle = before == self._changes and bool(self._held) and not self._generating.total()
+      for waited in (gathering, self._ended):
+        if waited.done():
+          waited.result()
+    finally:
+      gathering.cancel()  # This has no effect on a completed task.
+      await asyncio.gather(gathering, return_exceptions=True)
+    if any(self._unrepeated) and not is_idle:
+      raise GroupDiverged(self._name)
+    if len(arrived) < len(self._new):
+      spans = {index: _span(new) for index, new in enumerate(self._new) if new}
+      raise GroupCut(spans, by_clock=is_idle)
+    return [arrived[index] for index in sorted(arrived)]
+
+  def _begin(self, request: Request, digest: str, indices: Sequence[int]) -> None:
+    """Answers new requests from the stored tokens, or has the engine work on them."""
+    limits: dict[int, int] = {}
+    for index in indices:
+      self._answers[index, digest] = asyncio.get_running_loop().create_future()
+      before = self._before(index, digest)
+      remaining = request.max_tokens - (0 if before is None else len(before.tokens))
+      if remaining < (before is not None and before.finish is None):
+        raise UserError(
+          f'rollout.max_response_length: got {request.max_tokens}, but the partial sample '
+          f'{self._name}/{index} {"continues after" if before.finish is None else "has"} '
+          f'{len(before.tokens)} tokens; wanted the length with which it was begun, or branch with '
+          '--reset_store'
+        )
+      if before is not None and before.finish is not None:
+        self._answer(index, digest, before)
+      elif self._budgets[index] < 1:
+        self._held.add(index)
+      else:
+        limits[index] = int(min(remaining, self._budgets[index]))
+    continued = [index for index in limits if self._before(index, digest) is not None]
+    for index in continued:
+      begun = self._before(index, digest).tokens.tolist()
+      part = dataclasses.replace(request, prompt=(*request.prompt, *begun), begun=len(begun))
+      self._start(part, request, digest, [index], limits[index])
+    # New completions are requested together, so that the engine computes their prompt once.
+    new = [index for index in limits if index not in continued]
+    places = {index: place for place, index in enumerate(new)}
+    for (limit, _), run in itertools.groupby(new, lambda i: (limits[i], i - places[i])):
+      self._start(request, request, digest, [*run], limit)
+    self._changed()
+
+  def _start(
+    self, part: Request, request: Request, digest: str, indices: Sequence[int], limit: int
+  ) -> None:
+    """Has the engine generate up to `limit` tokens of `part`, which is what remains of `request`
+    for consecutive samples.
+    """
+    part = dataclasses.replace(part, first=indices[0], samples=len(indices), max_tokens=limit)
+    self._generating.update(indices)
+    task = asyncio.create_task(self._generate(part, request, digest))
+    self._tasks.add(task)
+    task.add_done_callback(self._end_task)
+
+  def _end_task(self, task: asyncio.Task) -> None:
+    self._tasks.discard(task)
+    if not task.cancelled() and (error := task.exception()) and not self._ended.done():
+      self._ended.set_exception(error)
+
+  def _before(self, index: int, digest: str) -> Span | None:
+    """Returns the completion of an earlier iteration that answers a request, or None."""
+    stored = self._stored[index]
+    # A record without digests is of a sample that makes a single request.
+    key = '' if '' in stored else digest
+    self._unrepeated[index].discard(key)
+    return stored.get(key)
+
+  async def _generate(self, part: Request, request: Request, digest: str) -> None:
+    """Answers `request` with what the engine generates for `part`."""
+    async with contextlib.aclosing(self._sample(part)) as completions:
+      async for index, completion in completions:
+        before = self._before(index, digest)
+        new = _new_span(completion, before, request.max_tokens, request.sampling)
+        self._new[index][digest] = new
+        self._budgets[index] -= len(new.tokens)
+        self._generating[index] -= 1
+        if new.finish is None:
+          self._held.add(index)
+        else:
+          self._answer(index, digest, new if before is None else joined([before, new]))
+        self._changed()
+
+  def _answer(self, index: int, digest: str, span: Span) -> None:
+    completion = Completion(
+      tokens=span.tokens, logprobs=span.logprobs, finish=span.finish, segments=span.segments
     )
-    for index, span in enumerate(whole)
+    self._answers[index, digest].set_result(completion)
+
+  def _changed(self) -> None:
+    """Ends the iteration if no sample can continue, and some are unfinished."""
+    self._changes += 1
+    stuck = {index for index in self._held if not self._generating[index]} - self._finished
+    if stuck and len(stuck) + len(self._finished) == len(self._new) and not self._ended.done():
+      self._ended.set_result(None)
+
+
+def _digest(request: Request) -> str:
+  """Returns a digest that the requests of a completion have in common in all iterations."""
+  words = np.array([*request.key, len(request.key), *request.prompt], '<u4')
+  return hashlib.blake2b(words.tobytes(), digest_size=8).hexdigest()
+
+
+def _span(new: Mapping[str, Span]) -> Span:
+  """Returns the tokens of one sample in one iteration, keyed by request, as a single span."""
+  ends = itertools.accumulate(len(span.tokens) for span in new.values())
+  pieces = [
+    Piece(digest, end, span.finish) for (digest, span), end in zip(new.items(), ends, strict=True)
   ]
-  return [(sample, await workflow.decoded(sample)) for sample in mask_older(samples, config)]
+  return joined([*new.values()], pieces)
+
+
+def keep_loss(members: Sequence[Experience], config: PartialConfig) -> list[Experience]:
+  """Returns a scored group in which only the tokens that `config.loss` trains on enter the loss.
+
+  A sample without such tokens is masked. Rewards of turns without such tokens are added to that of
+  the first turn that has some, so that the sum stays the same.
+  """
+  samples = mask_older([member.sample for member in members], config)
+  return [
+    dataclasses.replace(
+      member,
+      sample=sample,
+      masked=member.masked or not sample.loss_mask.any(),
+      scores=[_without_turns(score, hidden) for score in member.scores],
+      reward=_without_turns(member.reward, hidden),
+    )
+    for member, sample in zip(members, samples, strict=True)
+    for hidden in [trained_turns(member.sample) - trained_turns(sample)]
+  ]
+
+
+_Valued = TypeVar('_Valued', Reward, Score)
+
+
+def _without_turns(reward: _Valued, hidden: int) -> _Valued:
+  """Adds the values of the first `hidden` turns to that of the next turn."""
+  if not hidden or not reward.turn_values:
+    return reward
+  earlier, later = math.fsum(reward.turn_values[:hidden]), reward.turn_values[hidden:]
+  if later:
+    return dataclasses.replace(reward, turn_values=(earlier + later[0], *later[1:]))
+  value = None if reward.value is None else reward.value + earlier
+  return dataclasses.replace(reward, value=value, turn_values=())
 
 
 def mask_older(samples: Sequence[Sample], config: PartialConfig) -> list[Sample]:
@@ -184,7 +411,9 @@ def _sampled_since(sample: Sample, step: int) -> np.ndarray:
   return mask
 
 
-def _span(completion: Completion, before: Span | None, max_tokens: int, sampling: Sampling) -> Span:
+def _new_span(
+  completion: Completion, before: Span | None, max_tokens: int, sampling: Sampling
+) -> Span:
   """Returns the span that a completion adds to a sample. The engine treats the iteration's budget
   as its length limit, so this function determines whether and why the sample itself has finished.
   """

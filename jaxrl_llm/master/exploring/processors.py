@@ -39,6 +39,7 @@ from jaxrl_llm.master.exploring.verifying import (
 )
 
 RESERVED = (
+  'diverged',
   'experience',
   'given_up',
   'groups',

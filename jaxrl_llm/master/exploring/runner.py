@@ -13,12 +13,16 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.span import Span
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.judging import judge, judge_group
-from jaxrl_llm.master.exploring.partial import GroupCut, continue_group
+from jaxrl_llm.master.exploring.partial import (
+  GroupCut,
+  GroupDiverged,
+  PartialGenerator,
+  keep_loss,
+)
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Sampling
@@ -26,7 +30,7 @@ from jaxrl_llm.rollout.contract import checked_run
 from jaxrl_llm.rollout.workflow import Rollout, Workflow
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
-_TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
+_TIMEOUT, _STRAGGLER, DIVERGED = 'timeout', 'straggler', 'diverged'
 
 Placed = Callable[[], Awaitable[bool]]
 
@@ -55,7 +59,9 @@ class Judged(NamedTuple):
 
 
 class GroupExpired(Exception):
-  """A group exceeded its time limits. The argument is the drop reason, 'timeout' or 'straggler'."""
+  """A group must be dropped. The argument is the reason: 'timeout' or 'straggler' if it exceeded
+  its time limits, 'diverged' if its workflow did not repeat the requests of earlier iterations.
+  """
 
 
 class GroupRunner:
@@ -64,7 +70,8 @@ class GroupRunner:
   Attributes:
     workflow: generates the samples.
     scorers: pool that scores the samples.
-    clock_decisions: number of tries to run a group that a time limit has ended.
+    clock_decisions: number of tries to run a group that a time limit has ended, or partial rollouts
+      in which nothing happened for a while.
   """
 
   def __init__(
@@ -75,14 +82,16 @@ class GroupRunner:
     scorers: ScorerPool,
     events: Events = SILENT,
     take_tokens: Callable[[str], int] | None = None,
+    partials: PartialGenerator | None = None,
   ):
     """
     Args:
+      partials: generator of the workflow's completions. Required with partial rollouts.
       take_tokens: takes the name of a group, and returns the number of tokens that were generated
         for the group since the last call. If None, tokens that no sample contains are not counted.
     """
     self.workflow, self.scorers = workflow, scorers
-    self.take_tokens = take_tokens
+    self.take_tokens, self._partials = take_tokens, partials
     self._config, self._events = config, events
     self.clock_decisions = 0
     self._durations: collections.deque[float] = collections.deque(
@@ -100,7 +109,8 @@ class GroupRunner:
     Raises:
       GroupCut: a sample has spent its budget, or the batch does not take the group. A later
         iteration continues the group.
-      GroupExpired: the last permitted try timed out, or a try exceeded the straggler limit.
+      GroupExpired: the last permitted try timed out, or a try exceeded the straggler limit, or the
+        workflow did not repeat the requests of earlier iterations.
     """
     limits = self._config.limits
     for tried in itertools.count():
@@ -116,6 +126,11 @@ class GroupRunner:
         self.clock_decisions += 1
         if reason == _STRAGGLER or tried == limits.retries:
           raise GroupExpired(reason) from None
+      except GroupCut as cut:
+        self.clock_decisions += cut.by_clock
+        raise
+      except GroupDiverged:
+        raise GroupExpired(DIVERGED) from None
       else:
         self._durations.append(time.monotonic() - begun - hold.waited_s)
         return judged
@@ -137,14 +152,19 @@ class GroupRunner:
     """Returns an iterator over the group's samples with their texts. With partial rollouts, first
     waits until all samples are finished, since an unfinished group is not scored.
     """
-    task, visit = order.task, order.visit
-    how = {'stage': self._config.stage, 'sampling': order.sampling}
-    if self._config.partial is None:
-      size, most = self._config.group_size, self._config.max_steps
-      return checked_run(self.workflow, task, visit, samples=size, max_steps=most, **how)
-    whole = await continue_group(
-      self.workflow, self._config.partial, task, visit, spans=order.spans, **how
+    config = self._config
+    rollouts = checked_run(
+      self.workflow,
+      order.task,
+      order.visit,
+      stage=config.stage,
+      samples=config.group_size,
+      sampling=order.sampling,
+      max_steps=config.max_steps,
     )
+    if config.partial is None:
+      return rollouts
+    whole = await self._partials.collect(order.name, config.partial, order.spans, rollouts)
     if placed is not None and not await placed():
       raise GroupCut({})
     return _each(whole)
@@ -157,7 +177,7 @@ class GroupRunner:
     try:
       try:
         runs = await self._generate(order, placed)
-      except GroupCut:
+      except (GroupCut, GroupDiverged):
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=0)
         raise
       async with asyncio.TaskGroup() as scoring:
@@ -172,9 +192,7 @@ class GroupRunner:
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=len(pending))
       members = await judge_group([p.result() for p in pending], self.scorers, rewards)
       if self._config.partial is not None:
-        members = [
-          dataclasses.replace(m, masked=m.masked or not m.sample.loss_mask.any()) for m in members
-        ]
+        members = keep_loss(members, self._config.partial)
       scored = time.monotonic()
       self._events.reply(open_requests.pop(Edge.EVAL), count=len(pending))
     finally:
@@ -205,6 +223,6 @@ class _Hold:
         self.limit.reschedule(deadline + self.waited_s)
 
 
-async def _each(values: Iterable[tuple[Sample, str]]) -> AsyncIterator[Rollout]:
-  for value in values:
-    yield Rollout(*value)
+async def _each(rollouts: Iterable[Rollout]) -> AsyncIterator[Rollout]:
+  for rollout in rollouts:
+    yield rollout

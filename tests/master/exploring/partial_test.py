@@ -39,10 +39,9 @@ from jaxrl_llm.replay.browse import history, summary
 from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.rollout.api import BUDGET, Completion, Sampling
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
-from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 from jaxrl_llm.rollout.vllm.server import VllmConfig
-from jaxrl_llm.rollout.workflow import WorkflowConfig, rollout_sample
+from jaxrl_llm.rollout.workflow import rollout_sample
 from jaxrl_llm.runtime.metrics import resolve
 
 BUDGETED = PartialConfig(budget=3, max_spans=4)
@@ -620,10 +619,8 @@ def test_groups_that_the_end_of_a_stage_leaves_parked_are_counted(tokenizer, sto
 
 
 def test_a_limit_that_was_lowered_below_an_open_answer_is_refused_in_one_line(tokenizer, store):
-  run = Run(tokenizer, store, one_long)
-  run.batches(0, 1)
-  workflow = run.exploration.explorer._runner.workflow
-  task = run.exploration.tasks[0]
+  exploration = Run(tokenizer, store, one_long).exploration
+  task = exploration.tasks[0]
 
   def span(tokens, finish):
     end = Segment(start=0, end=tokens, version=Version(0, 0), engine='e', finish='budget')
@@ -635,10 +632,10 @@ def test_a_limit_that_was_lowered_below_an_open_answer_is_refused_in_one_line(to
     )
 
   for limit, finish, says in ((3, None, 'continues after 3'), (2, Finish.STOP, 'has 3')):
-    workflow.max_tokens = limit
-    how = {'stage': 'grpo', 'sampling': Sampling(), 'spans': [[span(3, finish)]]}
+    exploration.runner.workflow.max_tokens = limit
+    order = GroupOrder(f'grpo/{task.uid}/0', task, 0, Sampling(), [[span(3, finish)], []])
     with pytest.raises(UserError, match=rf'max_response_length: got {limit}, .* {says} tokens; '):
-      asyncio.run(partials.continue_group(workflow, BUDGETED, task, 0, **how))
+      asyncio.run(exploration.runner.run(order))
 
 
 def test_a_group_that_is_masked_as_a_whole_is_dropped_with_the_true_reason(tokenizer, store):
@@ -665,8 +662,7 @@ def test_a_budget_that_means_nothing_is_refused(fields):
   ('rollout', 'source', 'line'),
   [
     ({'engine': 'fixtures.own_engine:ENGINE'}, {}, 'wanted embedded or vllm'),
-    ({'explorers': ExplorersConfig()}, {}, 'rollout.explorers; remove it'),
-    ({'workflow': WorkflowConfig(kind='mine:Own')}, {}, 'wanted single_turn without options'),
+    ({'max_steps': 2}, {}, 'rollout.max_steps 2; wanted 1'),
     ({'embedded': EmbeddedConfig(prefill_buckets=(16,))}, {}, 'prefill_buckets up to 16'),
     ({'partial': LAST_2}, {'bound': 0}, "stages.grpo.source.bound 0 and loss 'last_k'"),
     ({'partial': PartialConfig(budget=4, groups=31)}, {'bound': 1}, 'bound + 1 = 32 above rollout'),
@@ -724,11 +720,11 @@ def test_an_answer_that_repeats_itself_where_its_budget_ends_has_ended(begun):
     )
 
   sampling = Sampling(repetition_detection=RepetitionDetection(max_pattern_size=3, min_count=2))
-  before = partials._span(generated(whole[:begun]), None, 9, sampling) if begun else None
+  before = partials._new_span(generated(whole[:begun]), None, 9, sampling) if begun else None
   assert before is None or (before.finish, before.segments[-1].finish) == (None, 'budget')
-  span = partials._span(generated(whole[begun:]), before, 9, sampling)
+  span = partials._new_span(generated(whole[begun:]), before, 9, sampling)
   assert (span.finish, span.segments[-1].finish) == (Finish.REPETITION, 'repetition')
-  assert partials._span(generated(whole[begun:]), before, 9, Sampling()).finish is None
+  assert partials._new_span(generated(whole[begun:]), before, 9, Sampling()).finish is None
 
 
 def test_a_masked_sample_is_not_trained_on(tokenizer, store):

@@ -1,0 +1,449 @@
+"""Partial rollouts of workflows of several turns, in this process and in explorers, with a
+deterministic engine and a real store.
+
+A token depends on its request's key, its sample's index and its position alone.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import random
+
+import crews
+import exploring
+import numpy as np
+import pytest
+from clocks import simulated
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.records.sample import Finish, Role, Segment
+from jaxrl_llm.core.records.score import Score
+from jaxrl_llm.core.records.span import Piece, Span, by_request, decode_span, encode_span, joined
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.master.exploring.explorer import NothingToLearn
+from jaxrl_llm.master.exploring.partial import (
+  GroupCut,
+  PartialConfig,
+  PartialGenerator,
+  keep_loss,
+)
+from jaxrl_llm.master.exploring.runner import GroupRunner
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.rewards.api import Reward
+from jaxrl_llm.rollout.api import BUDGET, Completion, Request
+from jaxrl_llm.rollout.episodes.workflow import Episodes
+
+BUDGETED = PartialConfig(budget=3, max_spans=6, groups=8)
+LONGEST, TURNS = 24, 3
+
+
+class Lengths(exploring.FakeEngine):
+  """An engine whose answers have 1 to 5 tokens, the stop token among them, and which notes what a
+  continued answer begins with.
+  """
+
+  def complete(self, request, index):
+    draw = random.Random(f'{request.key} {index}')
+    whole = draw.randrange(1, 6)
+    tokens = [self._tokenizer.encode(draw.choice(exploring.LETTERS))[0] for _ in range(whole - 1)]
+    tokens = [*tokens, request.stop_ids[0]]
+    if request.begun:
+      assert tokens[: request.begun] == list(request.prompt[-request.begun :]), 'it is continued'
+    tokens = tokens[request.begun :][: request.max_tokens]
+    stopped = tokens[-1] == request.stop_ids[0]
+    segment = Segment(
+      start=0, end=len(tokens), version=self._version, engine=self.name, finish='any'
+    )
+    return Completion(
+      tokens=np.array(tokens, np.int32),
+      logprobs=-np.arange(request.begun + 1, request.begun + len(tokens) + 1, dtype=np.float32),
+      finish=Finish.STOP if stopped else Finish.LENGTH,
+      segments=(segment,),
+    )
+
+
+class Talk(Episodes):
+  """Three turns, each of which the environment answers with a letter."""
+
+  says = staticmethod(lambda episode: 'h')
+
+  async def play(self, episode):
+    episode.observe(episode.task.prompt)
+    for _ in range(TURNS):
+      await episode.act()
+      await asyncio.sleep(0)
+      episode.observe(self.says(episode))
+
+
+class Run:
+  """Batches of two groups of two, one after the other, with what a commit would hold after each."""
+
+  def __init__(self, tokenizer, store, *, delays=0, attempt=0, make=Talk, **config):
+    self.scored = collections.Counter()
+    self.engine = Lengths(tokenizer, delays=delays)
+    self.store, self.attempt, self.states = store, attempt, {}
+    self.exploration = exploring.Exploration(
+      tokenizer,
+      store,
+      self.judge,
+      delays=delays,
+      engine=self.engine,
+      max_tokens=LONGEST,
+      make=make,
+      **{'partial': BUDGETED, **config},
+    )
+    self.explorer = self.exploration.explorer
+
+  def judge(self, attempt):
+    self.scored[attempt.uid] += 1
+    return float(attempt.response_len)
+
+  async def collect(self, first, end):
+    """The members of each batch from `first` to before `end`."""
+    batches = []
+    async with self.explorer.running():
+      for step in range(first, end):
+        self.engine._version = Version(self.attempt, step)
+        self.explorer.advance(step, step)
+        batch, _ = await self.explorer.collect()
+        uids = [member.sample.uid for member in batch]
+        self.store.at(step).seal(uids)
+        self.explorer.complete(uids)
+        self.states[step + 1] = json.dumps(self.explorer.state())
+        batches.append(batch)
+    return batches
+
+  def batches(self, first, end):
+    return simulated(self.collect(first, end), deadline_s=60)
+
+
+def content(batches):
+  """What is trained on, whoever generated it."""
+  return [
+    (
+      member.sample.uid,
+      member.sample.tokens.tolist(),
+      member.sample.role.tolist(),
+      member.sample.loss_mask.tolist(),
+      member.sample.behaviour_logprobs.tolist(),
+      [(s.start, s.end, s.version.step, s.finish) for s in member.sample.segments],
+      member.reward,
+      member.masked,
+    )
+    for batch in batches
+    for member in batch
+  ]
+
+
+def test_turns_that_are_cut_anywhere_are_those_in_one_go(tokenizer, tmp_path):
+  answers = []
+  for partial in (BUDGETED, None):
+    store = exploring.new_store(tmp_path / f'{partial is None}')
+    run = Run(tokenizer, store, partial=partial)
+    members = [member for batch in run.batches(0, 6) for member in batch]
+    answers.append({m.sample.uid: m for m in members})
+    store.close()
+  both = answers[0].keys() & answers[1].keys()
+  assert len(both) >= 12
+  versions = collections.Counter()
+  for uid in both:
+    cut, whole = answers[0][uid].sample, answers[1][uid].sample
+    for field in ('tokens', 'role', 'sampled', 'behaviour_logprobs'):
+      np.testing.assert_array_equal(getattr(cut, field), getattr(whole, field))
+    assert cut.finish_reason == whole.finish_reason
+    assert answers[0][uid].completion == answers[1][uid].completion
+    assert (whole.role == Role.TOOL).sum() == TURNS - 1
+    versions[len({segment.version.step for segment in cut.segments})] += 1
+  assert versions[2] and max(versions) >= 3, 'they are cut'
+
+
+def test_a_sample_spends_its_budget_over_its_turns_and_is_scored_and_trained_on_once(
+  tokenizer, store
+):
+  run = Run(tokenizer, store)
+  batches = run.batches(0, 5)
+  by_iteration = collections.defaultdict(collections.Counter)
+  for member in (member for batch in batches for member in batch):
+    sample = member.sample
+    for segment in sample.segments:
+      by_iteration[sample.uid][segment.version.step] += segment.end - segment.start
+    newest = max(segment.version.step for segment in sample.segments)
+    group = [
+      other for batch in batches for other in batch if other.sample.group_id == sample.group_id
+    ]
+    last = max(s.version.step for other in group for s in other.sample.segments)
+    trained = {s.version.step for s in sample.segments if sample.loss_mask[s.start : s.end].any()}
+    assert trained == ({last} if newest == last else set()) and member.masked == (not trained)
+  spent = [counts for counts in by_iteration.values() if len(counts) > 1]
+  assert len(spent) >= 4
+  for counts in spent:
+    *earlier, _ = [counts[step] for step in sorted(counts)]
+    assert {count % BUDGETED.budget for count in earlier} == {0}, 'it is spent to the last token'
+  assert set(run.scored.values()) == {1}
+  ends = {s.finish for batch in batches for m in batch for s in m.sample.segments}
+  assert ends == {'any', BUDGET}
+  report = audit(store)
+  assert report.ok and set(report.uses) == {1}, report.lines
+
+
+def test_timing_and_a_kill_change_nothing(tokenizer, tmp_path):
+  contents = []
+  for delays in range(4):
+    store = exploring.new_store(tmp_path / f'{delays}')
+    run = Run(tokenizer, store, delays=delays)
+    contents.append((content(run.batches(0, 5)), run.states))
+    store.close()
+  assert all(other == contents[0] for other in contents)
+  for step in (1, 2, 4):
+    store = exploring.new_store(tmp_path / f'killed {step}')
+    killed = Run(tokenizer, store, delays=5)
+    before = killed.batches(0, step)
+    store.close()
+    store = open_store(tmp_path / f'killed {step}', synchronous='normal')
+    store.recover(step)
+    again = Run(tokenizer, store, attempt=store.attempt)
+    again.explorer.restore(json.loads(killed.states[step]))
+    assert content([*before, *again.batches(step, 5)]) == contents[0][0]
+    report = audit(store)
+    assert report.ok and set(report.uses) == {1}, report.lines
+    store.close()
+
+
+def test_what_a_turn_cost_is_not_generated_again(tokenizer, store):
+  run = Run(tokenizer, store)
+  run.batches(0, 5)
+  asked = collections.Counter(
+    (request.key, index, request.begun)
+    for request in run.engine.requests
+    for index in range(request.first, request.first + request.samples)
+  )
+  returned = 2 * run.exploration.config.groups_per_batch
+  assert sum(count > 1 for count in asked.values()) <= returned * TURNS
+  assert any(begun for _, _, begun in asked)
+
+
+def test_a_workflow_that_does_not_repeat_itself_is_dropped_with_the_reason(tokenizer, store):
+  class Fickle(Talk):
+    calls = 0
+
+    def says(self, episode):
+      Fickle.calls += 1
+      return exploring.LETTERS[Fickle.calls % 8]
+
+  run = Run(tokenizer, store, make=Fickle, max_dropped_groups=0)
+  with pytest.raises(
+    NothingToLearn, match=r'made other requests when rollout\.partial continued it'
+  ):
+    run.batches(0, 4)
+  report = audit(store)
+  assert report.ok and any('diverged' in reason for reason in report.reasons), report.reasons
+
+
+def test_an_engine_that_fails_ends_the_group(tokenizer, store):
+  run = Run(tokenizer, store)
+  run.engine.fail_at, run.engine.error = 9, UserError('the engine is gone')
+  with pytest.raises(BaseException) as raised:
+    run.batches(0, 4)
+  assert 'the engine is gone' in repr(raised.value)
+
+
+class Explored(Run):
+  """Its workflow runs in explorers, which are tasks of this event loop, over a real socket."""
+
+  def __init__(self, directory, store, *names, **config):
+    self.setting = crews.Setting(
+      directory,
+      lambda config, hub, tokenizer, most, *_: Talk(hub, tokenizer, max_tokens=most),
+      max_tokens=LONGEST,
+      **config,
+    )
+    super().__init__(self.setting.tokenizer, store)
+    self.names = names
+    self.setting.crew._hub = self.exploration.hub
+    runner: GroupRunner = self.exploration.runner
+    runner.workflow = self.setting.crew
+
+  def batches(self, first, end, meanwhile=None):
+    async def main():
+      async with self.setting.running(*self.names), contextlib.AsyncExitStack() as stack:
+        if meanwhile is not None:
+          task = asyncio.create_task(meanwhile(self))
+          stack.callback(task.cancel)
+        return await self.collect(first, end)
+
+    return asyncio.run(main())
+
+
+def test_explorers_generate_what_this_process_generates_also_when_one_is_lost(tokenizer, tmp_path):
+  store = exploring.new_store(tmp_path / 'here')
+  here = Run(tokenizer, store)
+  wanted = content(here.batches(0, 4))
+  store.close()
+
+  async def lose(run):
+    """Loses an explorer with all of its first requests unanswered."""
+    run.engine.hold = lambda request: 'b' not in run.setting.explorers
+    while len(run.engine.requests) < 4:
+      await asyncio.sleep(0.01)
+    run.setting.explorers.pop('a').cancel()
+    run.setting.come('b')
+
+  for name, meanwhile in (('whole', None), ('lost', lose)):
+    store = exploring.new_store(tmp_path / name)
+    run = Explored(tmp_path / name, store, 'a', silent_s=3.0)
+    assert content(run.batches(0, 4, meanwhile)) == wanted
+    report = audit(store)
+    assert report.ok and set(report.uses) == {1}, report.lines
+    store.close()
+
+
+def one_request(key, samples=1, *, first=0, prompt=(5,), max_tokens=9):
+  return Request(
+    uid='grpo/g/0',
+    prompt=prompt,
+    max_tokens=max_tokens,
+    stop_ids=(1,),
+    samples=samples,
+    first=first,
+    key=(key,),
+  )
+
+
+class Rolled:
+  """What `collect` reads of a rollout."""
+
+  def __init__(self, index):
+    self.sample = dataclasses.make_dataclass('Sample', ['sample_index'])(index)
+
+
+def cut(engine, config, spans, *, waits_for_all=False):
+  """One iteration of a group whose samples are one request: the spans that it adds."""
+
+  async def main():
+    partials = PartialGenerator(engine.generate)
+
+    async def workflow():
+      rollouts = []
+      async for index, _ in partials.generate(one_request(7, len(spans), max_tokens=LONGEST)):
+        rollouts.append(Rolled(index))
+        if not waits_for_all:
+          yield rollouts[-1]
+      for rollout in rollouts if waits_for_all else ():
+        yield rollout
+
+    with pytest.raises(GroupCut) as raised:
+      await partials.collect('grpo/g/0', config, spans, workflow())
+    assert raised.value.by_clock == waits_for_all
+    return raised.value.spans
+
+  return simulated(main(), deadline_s=600)
+
+
+def test_samples_that_begin_are_asked_for_together_and_those_that_continue_one_by_one(tokenizer):
+  engine, config = Lengths(tokenizer), PartialConfig(budget=1, max_spans=9)
+  new = cut(engine, config, [[]] * 8)
+  assert [(r.first, r.samples, r.max_tokens) for r in engine.requests] == [(0, 8, 1)]
+  unfinished = {index for index, span in new.items() if span.finish is None}
+  assert new.keys() == {*range(8)} and len(unfinished) > 2
+  # Two samples lose their span, and begin again while others continue.
+  lost = {*sorted(unfinished)[:2]}
+  spans = [[] if index in lost else [new[index]] for index in range(8)]
+  engine.requests.clear()
+  later = cut(engine, config, spans)
+  asked = {(r.first, r.samples, r.begun) for r in engine.requests}
+  assert asked == {(i, 1, 1) for i in unfinished - lost} | (
+    {(min(lost), 2, 0)} if max(lost) == min(lost) + 1 else {(i, 1, 0) for i in lost}
+  )
+  assert later.keys() == unfinished
+
+
+def test_a_workflow_that_waits_for_all_answers_is_ended_by_the_clock(tokenizer):
+  config = PartialConfig(budget=1, max_spans=9)
+  whole = cut(Lengths(tokenizer), config, [[], [], [], []])
+  waiting = cut(Lengths(tokenizer), config, [[], [], [], []], waits_for_all=True)
+  assert {i: span.tokens.tolist() for i, span in waiting.items()} == {
+    i: span.tokens.tolist() for i, span in whole.items()
+  }
+
+
+def test_a_request_that_is_made_twice_is_answered_once_and_others_pass_by(tokenizer):
+  engine = Lengths(tokenizer)
+
+  async def main():
+    partials = PartialGenerator(engine.generate)
+
+    async def answer(request):
+      return [(i, c.tokens.tolist()) async for i, c in partials.generate(request)]
+
+    async def workflow():
+      both = await asyncio.gather(*[answer(one_request(7)) for _ in range(2)])
+      assert both[0] == both[1]
+      elsewhere = dataclasses.replace(one_request(7), uid='grpo/other/0', samples=2)
+      assert len(await answer(elsewhere)) == 2
+      yield Rolled(0)
+
+    config = PartialConfig(budget=LONGEST)
+    return await partials.collect('grpo/g/0', config, [[]], workflow())
+
+  assert len(asyncio.run(main())) == 1
+  assert [request.samples for request in engine.requests] == [1, 2]
+
+
+def part(*tokens, step=0, finish=None):
+  segments = (
+    Segment(start=0, end=len(tokens), version=Version(0, step), engine='e', finish='any'),
+  )
+  return Span(
+    tokens=np.array(tokens, np.int32),
+    logprobs=-np.array(tokens, np.float32),
+    segments=segments,
+    finish=finish,
+  )
+
+
+def test_a_span_of_several_requests_is_kept_bit_for_bit():
+  first = joined(
+    [part(1, 2, finish=Finish.STOP), part(3)], [Piece('x', 2, Finish.STOP), Piece('y', 3, None)]
+  )
+  again = decode_span(encode_span(first))
+  assert again.pieces == first.pieces and again.tokens.tolist() == [1, 2, 3]
+  second = joined([part(4, 5, step=1, finish=Finish.STOP)], [Piece('y', 2, Finish.STOP)])
+  found = by_request([again, second])
+  assert [*found] == ['x', 'y']
+  assert (found['x'].tokens.tolist(), found['x'].finish) == ([1, 2], Finish.STOP)
+  assert (found['y'].tokens.tolist(), found['y'].finish) == ([3, 4, 5], Finish.STOP)
+  assert [(s.start, s.end, s.version.step) for s in found['y'].segments] == [(0, 1, 0), (1, 3, 1)]
+
+
+@pytest.mark.parametrize(
+  'pieces', [[('x', 1, None)], [('x', 2, None), ('y', 2, None)], [('x', 3, None)]]
+)
+def test_a_span_whose_pieces_do_not_fit_is_refused(pieces):
+  with pytest.raises(ValueError, match='pieces'):
+    joined([part(1, 2)], [Piece(*piece) for piece in pieces])
+
+
+def test_rewards_of_turns_that_do_not_enter_the_loss_are_those_of_the_first_turn_that_does(
+  tokenizer, store
+):
+  run = Run(tokenizer, store, partial=PartialConfig(budget=LONGEST))
+  member = run.batches(0, 1)[0][0]
+  sample = member.sample
+  turns = [
+    dataclasses.replace(segment, version=Version(0, step))
+    for segment, step in zip(sample.segments, (1, 2, 2), strict=True)
+  ]
+  sample = dataclasses.replace(sample, segments=tuple(turns))
+  score = Score(uid=sample.uid, scorer='judge', value=1.0, turn_values=(0.5, 0.25))
+  reward = Reward(value=1.0, parts={}, turn_values=(0.5, 0.25))
+  member = dataclasses.replace(member, sample=sample, scores=(score,), reward=reward, masked=False)
+  (kept,) = keep_loss([member], BUDGETED)
+  assert kept.reward.turn_values == kept.scores[0].turn_values == (0.75,)
+  assert (kept.reward.total, kept.reward.value) == (1.75, 1.0)
+  newest = dataclasses.replace(turns[2], version=Version(0, 3))
+  sample = dataclasses.replace(sample, segments=(*turns[:2], newest))
+  (kept,) = keep_loss([dataclasses.replace(member, sample=sample)], BUDGETED)
+  assert (kept.reward.turn_values, kept.reward.value, kept.reward.total) == ((), 1.75, 1.75)
