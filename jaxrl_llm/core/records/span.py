@@ -93,8 +93,11 @@ class Span:
 
 def by_request(spans: Sequence[Span]) -> dict[str, Span]:
   """Returns what the spans of a sample, in order, contain of each completion. The completions are
-  keyed by the digest of their request, in the order of their first tokens.
+  keyed by the digest of their request, in the order of their first tokens. If a span has no pieces,
+  the sample has a single completion, whose key is empty.
   """
+  if not all(span.pieces for span in spans):
+    return {'': joined(spans)}
   pieces: dict[str, list[Span]] = {}
   for span in spans:
     for request, piece in span.by_request():

@@ -117,8 +117,8 @@ class GroupCut(Exception):
 
 
 class GroupDiverged(Exception):
-  """A workflow that was run again has not repeated its earlier requests, so that the tokens of
-  earlier iterations do not belong to it.
+  """Raised when a workflow that was run again has not repeated its earlier requests, so that the
+  tokens of earlier iterations do not belong to it.
   """
 
 
@@ -136,7 +136,9 @@ class PartialGenerator:
   def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
     """Yields completions with their indices; see `Generator.generate`."""
     group = self._groups.get(request.group)
-    return self._sample(request) if group is None else group.generate(request)
+    if group is None or not group.covers(request):
+      return self._sample(request)
+    return group.generate(request)
 
   async def collect(
     self,
@@ -209,7 +211,12 @@ class PartialGroup:
     for task in self._tasks:
       task.cancel()
     await asyncio.gather(*self._tasks, return_exceptions=True)
-    self._ended.cancel()
+    if not self._ended.cancel():
+      self._ended.exception()  # Otherwise, asyncio logs an error that nobody has read.
+
+  def covers(self, request: Request) -> bool:
+    """Returns whether the request is for samples of the group. An explorer may send any index."""
+    return request.first + request.samples <= len(self._new)
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
     """Yields completions with their indices; see `Generator.generate`. A completion whose budget is
@@ -346,8 +353,12 @@ class PartialGroup:
 
 def _digest(request: Request) -> str:
   """Returns a digest that the requests of a completion have in common in all iterations."""
-  words = np.array([*request.key, len(request.key), *request.prompt], '<u4')
-  return hashlib.blake2b(words.tobytes(), digest_size=8).hexdigest()
+  # The sampling parameters belong to it, because an explorer may repeat a request with others.
+  sampling = request.sampling
+  how = (request.key, sampling.temperature, sampling.top_p, sampling.top_k, request.stop_ids)
+  digest = hashlib.blake2b(repr(how).encode(), digest_size=8)
+  digest.update(np.array(request.prompt, '<i4').tobytes())
+  return digest.hexdigest()
 
 
 def _span(new: Mapping[str, Span]) -> Span:

@@ -33,7 +33,7 @@ from jaxrl_llm.master.exploring.runner import GroupRunner
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.rewards.api import Reward
-from jaxrl_llm.rollout.api import BUDGET, Completion, Request
+from jaxrl_llm.rollout.api import BUDGET, Completion, Request, Sampling
 from jaxrl_llm.rollout.episodes.workflow import Episodes
 
 BUDGETED = PartialConfig(budget=3, max_spans=6, groups=8)
@@ -383,13 +383,16 @@ def test_a_request_that_is_made_twice_is_answered_once_and_others_pass_by(tokeni
       assert both[0] == both[1]
       elsewhere = dataclasses.replace(one_request(7), uid='grpo/other/0', samples=2)
       assert len(await answer(elsewhere)) == 2
+      assert {index for index, _ in await answer(one_request(7, 3, first=5))} == {5, 6, 7}
+      colder = dataclasses.replace(one_request(7), sampling=Sampling(temperature=0.5))
+      assert len(await answer(colder)) == 1
       yield Rolled(0)
 
     config = PartialConfig(budget=LONGEST)
     return await partials.collect('grpo/g/0', config, [[]], workflow())
 
   assert len(asyncio.run(main())) == 1
-  assert [request.samples for request in engine.requests] == [1, 2]
+  assert [request.samples for request in engine.requests] == [1, 2, 3, 1]
 
 
 def part(*tokens, step=0, finish=None):
@@ -416,6 +419,13 @@ def test_a_span_of_several_requests_is_kept_bit_for_bit():
   assert (found['x'].tokens.tolist(), found['x'].finish) == ([1, 2], Finish.STOP)
   assert (found['y'].tokens.tolist(), found['y'].finish) == ([3, 4, 5], Finish.STOP)
   assert [(s.start, s.end, s.version.step) for s in found['y'].segments] == [(0, 1, 0), (1, 3, 1)]
+
+
+def test_spans_from_before_pieces_are_those_of_a_single_request():
+  second = joined([part(4, 5, finish=Finish.STOP)], [Piece('y', 2, Finish.STOP)])
+  found = by_request([part(1), second])
+  assert [*found] == [''] and found[''].tokens.tolist() == [1, 4, 5]
+  assert by_request([]) == {}
 
 
 @pytest.mark.parametrize(
