@@ -79,6 +79,8 @@ class ProgressDisplay:
     self._last_line = -math.inf
     self._rewards: dict[str, collections.deque[float]] = {}
     self._times: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+    self._timed_stage: str | None = None
+    """Stage to which `_times` belong; None before the first step."""
     self._text = Text('starting')
     self._bar = Progress(
       TextColumn('[bold]{task.fields[stage]}'),
@@ -112,7 +114,11 @@ class ProgressDisplay:
       row: metrics of the last completed step.
     """
     took = row.get('timing_s/step')
-    if took is not None:
+    if stage != self._timed_stage:
+      # The first step of a stage compiles its programs, so it says nothing about the others.
+      self._timed_stage = stage
+      self._times.clear()
+    elif took is not None:
       self._times.append(took)
     eta = self._eta(stage, step)
     line = ' | '.join([f'{stage} step {step}/{self._stages[stage]}', *self._fields(stage, row)])
@@ -134,8 +140,9 @@ class ProgressDisplay:
   def _eta(self, stage: str, step: int) -> str:
     """Returns the estimated remaining time of the run as text.
 
-    It is the number of remaining steps times the median duration of a step. The text begins with
-    '~' if further stages follow, since their steps may be faster or slower.
+    It is the number of remaining steps times the median duration of a step of this stage, or '?'
+    after the first one. The text begins with '~' if further stages follow, since their steps may be
+    faster or slower.
     """
     if not self._times:
       return '?'
