@@ -16,7 +16,12 @@ from jaxrl_llm.core.extras import check_library
 from jaxrl_llm.core.records.task import ChatMessage
 from jaxrl_llm.rollout.episodes.calls import CallFailed, call_within
 from jaxrl_llm.rollout.episodes.environment import Environment, Step
-from jaxrl_llm.rollout.episodes.episode import Episode, History, UnreadableObservation
+from jaxrl_llm.rollout.episodes.episode import (
+  Episode,
+  History,
+  InvalidReward,
+  UnreadableObservation,
+)
 from jaxrl_llm.rollout.episodes.games import GAMES
 from jaxrl_llm.rollout.episodes.workflow import Episodes, act_blindly
 from jaxrl_llm.rollout.hub import Hub
@@ -126,7 +131,11 @@ class EnvironmentWorkflow(Episodes):
           raise RunError(
             f'environment {self._name}: step returned a {type(step).__name__}, wanted a Step'
           )
-        episode.reward(step.reward, step.evidence)
+        try:
+          episode.reward(step.reward, step.evidence)
+        except InvalidReward as invalid:
+          episode.fail(f'environment {self._name}: step: {invalid}')
+          return
         if step.done:
           return
         episode.observe(as_messages(step.observation))

@@ -80,6 +80,12 @@ class UnreadableObservation(RunError):
   """
 
 
+class InvalidReward(RunError):
+  """A reward or count is not a number within the limits, or the evidence of a reward is not JSON
+  within the limits.
+  """
+
+
 class PromptTooLong(Exception):
   """The first prompt has more tokens than permitted. `Episodes` catches this exception and makes
   the sample unscorable. The message is one line.
@@ -306,7 +312,7 @@ class Episode:
     if not self.turns:
       raise RunError(f'{self._name}: reward() precedes the first act(), so it belongs to no turn')
     if not (evidence is None or isinstance(evidence, Mapping)):
-      raise RunError(
+      raise InvalidReward(
         f'{self._name}: the evidence of a reward is a {type(evidence).__name__}, wanted a mapping'
       )
     number = self._number('reward', value)
@@ -330,7 +336,7 @@ class Episode:
     self._failure = one_line(error, _MAX_FAILURE)
     try:
       self._check_limits()
-    except RunError:  # Drop the evidence, because the error is more important.
+    except InvalidReward:  # Drop the evidence, because the error is more important.
       self._evidence.clear()
 
   async def score(self) -> Reward:
@@ -364,7 +370,7 @@ class Episode:
     except (TypeError, ValueError):
       number = math.nan
     if math.isnan(number):
-      raise RunError(
+      raise InvalidReward(
         f'{self._name}: {kind} is {one_line(repr(value), 100)}, wanted a number from '
         f'-{MAX_REWARD:g} to {MAX_REWARD:g}'
       )
@@ -374,7 +380,7 @@ class Episode:
     try:
       check_limits(self.verdict, self._name)
     except ValueError as error:
-      raise RunError(str(error)) from None
+      raise InvalidReward(str(error)) from None
 
   def _rollout(self, finish: Finish | None = None) -> Rollout:
     if not self.turns:

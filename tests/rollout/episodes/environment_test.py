@@ -1,6 +1,7 @@
 """Episodes in environments: rewards of turns and of the end, and environments that fail or hang."""
 
 import asyncio
+import math
 import sys
 import threading
 
@@ -44,6 +45,10 @@ class Counting:
       raise OSError('the game\nfell over')
     if self._trouble == 'tuple':
       return 'h', 1.0, True
+    if self._trouble == 'nan':
+      return Step('h', math.nan)
+    if self._trouble == 'evidence':
+      return Step('h', 1.0, evidence={'set': {1}})
     return Step('h', float(self._turn), self._turn == self._turns, {'turn': self._turn})
 
   async def close(self):
@@ -179,6 +184,19 @@ def test_a_first_prompt_that_is_too_long_makes_the_sample_unscorable(tokenizer):
 def test_what_an_environment_does_wrong_makes_the_sample_unscorable(tokenizer, trouble, line):
   for _, _, verdict, *_ in simulated(rollouts(counting(tokenizer, trouble=trouble))):
     assert verdict == Verdict(value=None, evidence={'error': line})
+
+
+@pytest.mark.parametrize(
+  ('trouble', 'says'),
+  [
+    ('nan', 'reward is nan, wanted a number from -1e+06 to 1e+06'),
+    ('evidence', 'the evidence of a reward is not JSON: Object of type set is not JSON'),
+  ],
+)
+def test_a_reward_that_is_no_number_makes_the_sample_unscorable(tokenizer, trouble, says):
+  for sample, _, verdict, *_ in simulated(rollouts(counting(tokenizer, trouble=trouble))):
+    line = f'environment environment_test:Counting: step: rollout.workflow: episode {sample.uid}: '
+    assert verdict.value is None and verdict.evidence['error'].startswith(line + says)
 
 
 def test_an_environment_that_does_not_begin_makes_the_sample_unscorable(tokenizer):
