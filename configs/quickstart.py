@@ -2,8 +2,8 @@
 GRPO.
 
 Demonstrations are of mixed quality: 40 % are right, and 60 % copy the word. SFT imitates both
-kinds. In GRPO, the verifier rewards only right answers. Where SFT ends and GRPO starts is therefore
-determined by the data and not by early stopping.
+kinds, so the accuracy that it reaches is determined by the data and not by early stopping. GRPO
+raises this accuracy, because the verifier rewards only right answers.
 
 Command:   bash launch/quickstart.sh
            bash launch/quickstart.sh --config=configs/quickstart.py:number_sorting  (a second task)

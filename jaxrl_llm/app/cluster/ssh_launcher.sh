@@ -164,20 +164,20 @@ tick() {
     stop_for_culprit
   fi
   if [ -n "$linger_until" ] && [ -z "$stopping" ] && [ "$time" -ge "$linger_until" ]; then
-    say "trainers have not ended $linger s after the first"
+    say "$linger s after the end of the first trainer process, others are running; stopping the job"
     code=1
     stop TERM
   fi
   if [ "$limit" -gt 0 ] && [ -z "$asked" ] && [ "$time" -ge $((begun + limit)) ]; then
-    say "time limit of $limit s"
+    say "the time limit of $limit s is over; stopping the job"
     ask TERM
   fi
   if [ -n "$kill_at" ] && [ "$time" -ge "$kill_at" ]; then
     if [ -n "$killed" ]; then
-      say "$left processes do not vanish; leaving them"
+      say "$left processes do not end even after SIGKILL; leaving them"
       left=0
     else
-      say "killing $left processes, which a signal did not end"
+      say "killing $left processes, which have not ended after a signal"
       killed=yes
       kill_at=$((time + 40))
       echo KILL >&9
