@@ -100,6 +100,22 @@ class Stage:
   def critic_updates(self) -> int:
     return (self.end - self.start) * self.minibatches * self.epochs
 
+  @property
+  def on_policy(self) -> tuple[str, ...]:
+    """Names of the logprob fields that need no separate forward pass before the update.
+
+    If a batch has only one optimizer step, the logprobs that this step computes are also those
+    before the update.
+    """
+    if self.minibatches * self.epochs > 1:
+      return ()
+    reads, own_reference = self.algorithm.reads, self.algorithm.reference.every == 1
+    computed = {
+      'proximal_logprobs': 'proximal' in reads,
+      'reference_logprobs': 'reference' in reads and own_reference,
+    }
+    return tuple(name for name, is_computed in computed.items() if is_computed)
+
   def evaluation_due(self, done: int) -> bool:
     """Returns whether an evaluation is due after `done` batches of the run."""
     every = self.evaluate_every
@@ -190,7 +206,7 @@ class StageTrainer:
       stage.policy,
       learned.policy,
       updates=stage.updates,
-      on_policy=self._on_policy(),
+      on_policy=stage.on_policy,
     )
     self._renew = jax.jit(
       lambda state: renewed(state, stage.policy.optimizer),
@@ -210,21 +226,6 @@ class StageTrainer:
         learned.critic,
         updates=stage.critic_updates,
       )
-
-  def _on_policy(self) -> tuple[str, ...]:
-    """Returns the names of the logprob fields that need no separate forward pass before the update.
-
-    If a batch has only one optimizer step, the logprobs that this step computes are also those
-    before the update.
-    """
-    if self._stage.minibatches * self._stage.epochs > 1:
-      return ()
-    reads = self._stage.algorithm.reads
-    computed = {
-      'proximal_logprobs': 'proximal' in reads,
-      'reference_logprobs': 'reference' in reads and self._own_reference,
-    }
-    return tuple(name for name, is_computed in computed.items() if is_computed)
 
   async def annotate(self, learned: Learned, plan: StepPlan) -> Batch:
     """Loads the plan's rows, runs the required forward passes and computes the advantages.

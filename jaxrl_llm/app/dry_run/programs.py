@@ -61,11 +61,17 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   arrays = batch_shapes(shape, mesh), jax.ShapeDtypeStruct((), np.int32)
 
   def update(
-    of: Model, loss: Loss, by: Optimization, updates: int, constants: Iterable[str]
+    of: Model,
+    loss: Loss,
+    by: Optimization,
+    updates: int,
+    constants: Iterable[str],
+    on_policy: tuple[str, ...] = (),
   ) -> Callable[[], jax.stages.Lowered]:
     scalars = {name: jax.ShapeDtypeStruct((), np.float32) for name in constants}
     state = abstract_state(of, by.optimizer, mesh, offload=by.config.offload)
-    built = build_update(of, loss, *by, mesh, state, updates=updates, token_chunk=stage.token_chunk)
+    fields = dict(updates=updates, token_chunk=stage.token_chunk, on_policy=on_policy)
+    built = build_update(of, loss, *by, mesh, state, **fields)
     return lambda: built.lower(state, *arrays, scalars, abstract_base(of, mesh))
 
   def score(built: Any, of: Model, state: TrainState) -> Callable[[], jax.stages.Lowered]:
@@ -75,7 +81,12 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
     return model_flops(of.spec, tokens, pairs=pairs, backward=backward)
 
   policy_update = update(
-    model, algorithm.loss, stage.policy, stage.updates, algorithm.update_constants
+    model,
+    algorithm.loss,
+    stage.policy,
+    stage.updates,
+    algorithm.update_constants,
+    stage.on_policy,
   )
   yield Program('update', policy_update, flops(model, True))
   if algorithm.reads & {'proximal', 'reference'}:

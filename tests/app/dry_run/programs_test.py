@@ -1,11 +1,15 @@
 """Memory that each role keeps, by where it is kept."""
 
+import dataclasses
+
 import pytest
 
 from jaxrl_llm.api import load_config
 from jaxrl_llm.app.composition.stages import build_stages, policy_options
 from jaxrl_llm.app.composition.state import critic_model
-from jaxrl_llm.app.dry_run.programs import held
+from jaxrl_llm.app.dry_run import programs
+from jaxrl_llm.app.dry_run.programs import held, stage_programs
+from jaxrl_llm.learner.update import build_update
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
@@ -36,3 +40,25 @@ def test_an_offloaded_optimizer_is_in_host_memory_for_policy_and_critic():
     assert role.per_device == 0
     assert 0 <= role.whole - sum(part.whole for part in parts) < 100
     assert 0 <= role.offloaded - sum(part.per_device for part in parts) < 100
+
+
+def test_the_update_is_compiled_as_the_run_compiles_it(monkeypatch):
+  """If a batch is one optimizer step, the update computes the logprobs before it."""
+  config = load_config('ppo')
+  mesh = build_mesh(MeshConfig())
+  *_, ppo = build_stages(config, mesh, 64, {'sft': [8] * 200})
+  model, built = build_model(tiny('qwen2', 64), policy_options(config), mesh), []
+
+  def build(*args, **options):
+    built.append(options['on_policy'])
+    return build_update(*args, **options)
+
+  monkeypatch.setattr(programs, 'build_update', build)
+  for stage, wanted in (
+    (dataclasses.replace(ppo, minibatches=1, epochs=1), ('proximal_logprobs',)),
+    (dataclasses.replace(ppo, minibatches=2), ()),
+  ):
+    assert stage.on_policy == wanted
+    built.clear()
+    assert list(stage_programs(stage, model, critic_model(model), mesh))
+    assert built == [wanted, ()], 'the policy and the critic'
