@@ -53,7 +53,7 @@ FOLLOWED = 'followed'
 VOIDED = 'voided'
 """Reason for dropping a copied group that the other run made void before it was trained on."""
 POLL_S = 0.5
-"""Seconds between two looks for new shared batches."""
+"""Seconds between checks for new shared batches."""
 _COUNTERS = ('voided', 'voided_trained', 'expired', 'left_out')
 
 
@@ -125,7 +125,7 @@ class FollowedBatches:
       text: returns a sample's completion.
       exported: takes a step, and returns the digest of the weights that this run has exported at
         this step; None if it has exported none, or has undone the step since.
-      sleep: waits the given number of seconds between two looks for new batches.
+      sleep: waits the given number of seconds between two checks for new batches.
     """
     self._config, self._shared, self._store = config, shared, store
     self._tasks, self._render, self._text = tasks, render, text

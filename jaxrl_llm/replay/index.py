@@ -299,7 +299,7 @@ class ReplayStore:
       refs, rows = self._connection.places(uids), self._connection.open_rows(uids)
     sealed = [uid for uid in uids if uid not in rows]
     if missing := [uid for uid in sealed if uid not in refs]:
-      raise ValueError(f'read {missing[0]}: it has no bytes in the store')
+      raise ValueError(f'read {missing[0]}: the store has no bytes of this sample')
     samples = dict(zip(sealed, self.reader.read([refs[uid] for uid in sealed])))
     return [
       samples[uid]

@@ -33,8 +33,8 @@ ENVIRONMENT = 'environment'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-  """A scorer's result for one attempt. `value` is None if the attempt cannot be scored through no
-  fault of the completion.
+  """A scorer's result for one attempt. `value` is None if the attempt cannot be scored, for a
+  reason that is not the completion's fault.
   """
 
   value: float | None
@@ -286,7 +286,8 @@ class RewardsConfig:
     for name in names:
       if names.count(name) > 1:
         raise UserError(
-          f'rewards.scorers: two scorers are called {name!r}; give each its own name (and its kind)'
+          f'rewards.scorers: two scorers are called {name!r}; give each a unique name '
+          '(and set its kind)'
         )
     if self.correct_by is not None and self.correct_by not in names:
       raise UserError(
@@ -344,8 +345,9 @@ def in_force(
   if not chosen:
     configured = sorted({d for c in configs for d in c.domains})
     raise UserError(
-      f'rewards.scorers: no scorer judges domain {domain!r} in taskset {taskset!r} (domains named: '
-      f'{configured}); add the domain to a scorer, or leave one scorer’s domains and tasksets empty'
+      f'rewards.scorers: no scorer judges domain {domain!r} in taskset {taskset!r} (configured '
+      f'domains: {configured}); add the domain to a scorer, or leave one scorer’s domains '
+      'and tasksets empty'
     )
   return chosen
 

@@ -83,7 +83,7 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def watched(name: str, literal: str | None = None) -> Iterator[None]:
-  """Forbids some operations to the current thread inside the block.
+  """Forbids some operations in the current thread while the block runs.
 
   The forbidden operations are compiling text, importing further third-party libraries, writing or
   deleting files, reading /proc, using the network, and starting threads or processes.

@@ -108,7 +108,7 @@ def read(workdir: pathlib.Path) -> tuple[Entry, ...]:
     try:
       entry = _entry(parse_json(line))
       if entry.step < (entries[-1].step if entries else 1):
-        raise ValueError(f'step {entry.step} after {entries[-1].step if entries else 0}')
+        raise ValueError(f'step {entry.step} follows step {entries[-1].step if entries else 0}')
     except (ValueError, KeyError, TypeError) as error:
       raise UserError(
         f'{file}: line {number} is not an entry of a history ({type(error).__name__}: {error}); '

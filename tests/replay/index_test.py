@@ -235,7 +235,7 @@ def test_prune_forgets_bytes_only_of_what_the_commit_ended(tmp_path):
   store.at(0).drop(['a'], 'filtered')
   store.at(1).expire(['b'])
   assert store.prune(1) == 1
-  with pytest.raises(ValueError, match='a: it has no bytes'):
+  with pytest.raises(ValueError, match='a: the store has no bytes of this sample'):
     store.read(['a'])
   assert [s.uid for s in store.read(['b', 'c'])] == ['b', 'c']
   assert audit(store).ok

@@ -189,7 +189,7 @@ def test_eviction_takes_whole_groups_that_wait_the_oldest_first(tmp_path):
   store.at(6).trained(['g1/0', 'g1/1'])
   assert checked(store).reasons == {'expired(version)': 3, 'expired(capacity)': 2}
   assert store.prune(6) == 0 and store.prune(7) == 5
-  with pytest.raises(ValueError, match='g3/0: it has no bytes'):
+  with pytest.raises(ValueError, match='g3/0: the store has no bytes of this sample'):
     store.read(['g3/0'])
   assert [sample.uid for sample in store.read(['g5/0', 'g2/1', 'g0/1'])] == ['g5/0', 'g2/1', 'g0/1']
   assert store.at(6).evict(before_version=None, capacity=0) == {'version': 0, 'capacity': 2}

@@ -114,7 +114,8 @@ def test_scorers_are_chosen_by_domain():
   with pytest.raises(
     UserError,
     match=(
-      r"no scorer judges domain 'chat' in taskset 't' \(domains named: \['code', 'k12', 'math'\]\)"
+      r"no scorer judges domain 'chat' in taskset 't' "
+      r"\(configured domains: \['code', 'k12', 'math'\]\)"
     ),
   ):
     in_force(configs, 'chat', 't')

@@ -1,7 +1,7 @@
 """Runs scorers that wait for another process. They run on the event loop instead of in worker
 processes.
 
-Invariants: at most `concurrency` calls of a scorer are in flight. A call ends at its deadline even
+Invariants: at most `concurrency` calls to a scorer are in flight. A call ends at its deadline even
 if the scorer ignores its cancellation. An exception of a scorer is returned as a `CallOutcome`.
 """
 
@@ -60,8 +60,8 @@ class AwaitedScorer:
       raise
     except Exception as error:
       raise RunError(
-        f'scorer {self._name}: could not be opened ({type(error).__name__}: {error}); does its '
-        'server run?'
+        f'scorer {self._name}: could not be opened ({type(error).__name__}: {error}); is its '
+        'server running?'
       ) from error
 
   async def _hold(self, ready: asyncio.Future) -> None:
@@ -147,7 +147,7 @@ class AwaitedScorer:
         late = not task.done()
         task.cancel()  # This has no effect if the task is done.
     if self._call is None:
-      raise RunError(f'scorer {self._name}: was closed with a call under way')
+      raise RunError(f'scorer {self._name}: was closed while a call was in progress')
     return timed_out(deadline_s) if late else task.result()
 
 

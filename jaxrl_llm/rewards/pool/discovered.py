@@ -137,7 +137,7 @@ class Discovered:
     if lease.id not in followed.refused:
       followed.refused.add(lease.id)
       logging.warning(
-        'scorer %s: %s (%s) serves something else than %s, and is ignored; narrow discover=%r',
+        'scorer %s: %s (%s) serves something other than %s and is ignored; narrow discover=%r',
         *(followed.name, lease.name, lease.address, followed.first.name),
         followed.discovers.pattern,
       )

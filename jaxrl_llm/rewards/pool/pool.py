@@ -103,7 +103,7 @@ class ScorerPool:
     discovering = {name: s.discovers for name, s in waits.items() if s.discovers is not None}
     if discovering and registry is None:
       raise UserError(
-        f'scorer {min(discovering)!r}: discover is set, and there is no registry; set '
+        f'scorer {min(discovering)!r}: discover is set, but there is no registry; set '
         '--config.registry={}, or give addresses'
       )
     self._discovered = Discovered(registry, discovering, self._apply) if discovering else None

@@ -45,7 +45,7 @@ START_DEADLINE_S = 120.0
 """Time limit in seconds for the fork server and the workers to start, including their imports, or
 to end. The limit is long enough for a busy machine.
 """
-_TO_START = 'scorer workers to start (do their modules import?)'
+_TO_START = 'scorer workers to start (can their modules be imported?)'
 
 BATCH_DEADLINE_S = 1.0
 """Time limit in seconds for a batch of several calls, unless the deadline of a call is shorter. The
@@ -56,8 +56,8 @@ CHECK_S = 1.0
 """Seconds between checks that the pool is alive, while a call is in flight."""
 
 MAX_BREAKS = 5
-"""Maximum number of failures of the whole pool in a row, without a finished call in between. Each
-failure restarts all workers. One more failure stops the run.
+"""Maximum number of consecutive failures of the whole pool, without a finished call in between.
+Each failure restarts all workers. One more failure stops the run.
 """
 
 

@@ -24,7 +24,8 @@ that batches leave no worker idle for long.
 MAX_BATCH = 64
 """Maximum number of calls in a batch."""
 _DECAY = 0.95
-"""Factor by which a scorer's longest call so far counts less after each further call."""
+"""Factor by which the recorded duration of a scorer's longest call decays with each further call.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -60,7 +60,7 @@ def same_output(actual: str, expected: str, tolerance: Tolerance | None = None) 
   """Returns whether an output equals the expected one.
 
   Without a tolerance, the lines must be equal. With a tolerance, each line must have the same words
-  in the same order, whatever the white space between them, and numbers may differ within the
+  in the same order, regardless of the white space between them, and numbers may differ within the
   tolerance.
   """
   if tolerance is None:

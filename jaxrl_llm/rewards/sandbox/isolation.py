@@ -2,8 +2,8 @@
 at all.
 
 Invariant: no process started here outlives the process that started it. Each process waits on a
-socket whose other end only the starting process has open, and ends when that end closes, for
-whatever reason.
+socket whose other end only the starting process has open, and ends when that end closes for any
+reason.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def open_starter(isolation: Isolation, *, tmp_bytes: int, preload: Preload = NOT
       if isolation == 'auto':
         logging.warning('Sandbox: no isolation by %s', reasons[-1])
   refusal = NoIsolation(
-    f'sandbox: this machine does not isolate programs ({"; ".join(reasons)}); permit unprivileged '
+    f'sandbox: this machine cannot isolate programs ({"; ".join(reasons)}); permit unprivileged '
     'user namespaces, '
     'name sandbox hosts (addresses), or accept that programs can do whatever this user can with '
     "isolation='none'"

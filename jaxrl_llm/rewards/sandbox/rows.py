@@ -43,12 +43,12 @@ def read_tests(fields: Mapping[str, Json]) -> Work | None:
     return _cases(tests, fields)
   for name in ('checker', 'tolerance', 'limits'):
     if fields.get(name) is not None:
-      raise ValueError(f'the task has a {name}, and its tests have no stdin and stdout')
+      raise ValueError(f'the task has a {name}, but its tests have no stdin and stdout')
   name = None if entry_point is None else re.split(r'[.(]', entry_point)[0]
   if isinstance(tests, str):
     if entry_point is None:
       raise ValueError(
-        'tests are a string, and entry_point is missing; wanted the name that check(candidate) '
+        'tests are a string, but entry_point is missing; wanted the name that check(candidate) '
         'receives'
       )
     return Work(program='', tests=(f'{tests}\n\ncheck({entry_point})\n',), entry_point=name)
@@ -91,7 +91,7 @@ def _cases(tests: Sequence[Mapping[str, Json]], fields: Mapping[str, Json]) -> W
     own = _limits({name: test[name] for name in _LIMITS if test.get(name) is not None})
     at = _tolerance(test['tolerance']) if test.get('tolerance') is not None else tolerance
     if checker is not None and at is not None:
-      raise ValueError(f'test {number} has a tolerance, and the task has a checker')
+      raise ValueError(f'test {number} has a tolerance, but the task has a checker')
     try:
       case = Case(
         stdin=str(test['stdin']),

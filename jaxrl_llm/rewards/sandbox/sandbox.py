@@ -323,7 +323,7 @@ class Sandboxes:
       for number in failed:
         credit, detail = again[number] if number < len(again) else again[-1]
         if credit is None:
-          raise SandboxError(f'the checker fails on its own expected output: {detail}')
+          raise SandboxError(f'the checker fails even on the expected output: {detail}')
     credits = [0.0 if credit is None else credit for credit, _ in replies]
     return credits + [0.0] * (len(questions) - len(credits))
 
@@ -532,8 +532,8 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
   """
   if result['ended'] == 'starved':
     raise SandboxError(
-      'the program hit its wall-clock limit while other processes held the CPUs; run fewer at '
-      'once, or raise wall_s and the deadline above it'
+      'the program hit its wall-clock limit while other processes held the CPUs; run fewer '
+      'programs at once, or raise wall_s and the deadline above it'
     )
   return result
 

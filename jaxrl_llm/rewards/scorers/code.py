@@ -1,8 +1,9 @@
 """Scorer `code`: runs the completion's program against the task's tests, in a sandbox.
 
 The value is 1.0 if all tests pass. Otherwise it is 0.0 or, with the option `credit='fraction'`, the
-fraction of the tests that pass. The value is None only if the task has no valid tests. A program
-gets a value whatever it does. If the sandbox itself fails, the scorer raises an exception.
+fraction of the tests that pass. The value is None only if the task has no valid tests. Every
+program gets a value, no matter how it ends. If the sandbox itself fails, the scorer raises an
+exception.
 """
 
 from __future__ import annotations
@@ -271,8 +272,9 @@ def options_within(config: ScorerConfig) -> dict[str, Any]:
   )
   if isinstance(wall_s, int | float) and wall_s >= config.deadline_s:
     raise UserError(
-      f'scorer {config.name!r}: deadline_s is {config.deadline_s:g}, and its programs may take '
-      f'wall_s={wall_s:g}; raise deadline_s above it, so that a program that never ends scores 0'
+      f'scorer {config.name!r}: deadline_s is {config.deadline_s:g}, but its programs may take '
+      f'wall_s={wall_s:g}; raise deadline_s above wall_s, so that a program that never ends '
+      'scores 0'
     )
   return options
 
@@ -287,10 +289,9 @@ def code_scorer(**options: Any) -> Scorer | Awaited:
     read.check("scorer 'code'")
     if read.wall_s >= read.request_deadline_s:
       raise UserError(
-        f"scorer 'code': request_deadline_s is {read.request_deadline_s:g}, and its programs may "
-        'take '
-        f'wall_s={read.wall_s:g}; raise request_deadline_s above it, so that a program that never '
-        'ends scores 0'
+        f"scorer 'code': request_deadline_s is {read.request_deadline_s:g}, but its programs may "
+        f'take wall_s={read.wall_s:g}; raise request_deadline_s above wall_s, so that a program '
+        'that never ends scores 0'
       )
     return Awaited(
       functools.partial(SandboxHosts, read),

@@ -68,7 +68,7 @@ def score_length(
   lengths = [attempt.response_len for attempt in attempts]
   rewards = length_rewards(lengths, correct, ['group'] * len(attempts))
   return tuple(
-    Verdict(value=None, evidence={'reason': 'nothing says whether the answer is right'})
+    Verdict(value=None, evidence={'reason': 'no score tells whether the answer is correct'})
     if right is None
     else Verdict(value=float(reward), evidence={'length': length, 'correct': right})
     for right, reward, length in zip(correct, rewards, lengths, strict=True)

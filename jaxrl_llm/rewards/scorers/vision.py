@@ -62,8 +62,8 @@ def parse_box(text: str, form: str = 'xyxy') -> Box | None:
 
 
 def parse_point(text: str) -> Point | None:
-  """Returns the only point in the text, written `(x, y)`, `[x, y]` or `<point x="…" y="…"`. Returns
-  None if there is no point or two points differ.
+  """Returns the only point in the text, written `(x, y)`, `[x, y]` or as a tag that begins with
+  `<point x="…" y="…"`. Returns None if there is no point or two points differ.
   """
   points = {
     tuple(map(Fraction, numbers)) for pattern in (_TWO, _XML) for numbers in pattern.findall(text)

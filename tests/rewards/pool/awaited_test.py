@@ -217,7 +217,7 @@ def test_closing_ends_calls_that_are_out():
     async with started(one):
       call = asyncio.create_task(one.score(attempt()))
       await asyncio.wait({call}, timeout=0.02)
-    with pytest.raises(RunError, match='was closed with a call under way'):
+    with pytest.raises(RunError, match='was closed while a call was in progress'):
       await call
     with pytest.raises(RunError, match='after close'):
       await one.score(attempt())

@@ -144,5 +144,5 @@ def test_options_that_name_no_service_or_two_ways_are_refused(options):
 
 def test_a_pool_without_a_registry_refuses_to_discover():
   of = config()
-  with pytest.raises(UserError, match="scorer 'quality': discover is set, and there is no reg"):
+  with pytest.raises(UserError, match="scorer 'quality': discover is set, but there is no reg"):
     ScorerPool(build_scorers(of), of)

@@ -1783,7 +1783,7 @@ def test_where_nothing_isolates_it_is_refused_in_one_line(monkeypatch):
   with pytest.raises(UserError) as refused:
     Sandboxes(LIMITS)
   assert str(refused.value) == (
-    'sandbox: this machine does not isolate programs (namespaces: unshare: Operation not '
+    'sandbox: this machine cannot isolate programs (namespaces: unshare: Operation not '
     'permitted; '
     'bubblewrap: bwrap is not installed); permit unprivileged user namespaces, name sandbox hosts '
     '(addresses), '

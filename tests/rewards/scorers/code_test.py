@@ -199,7 +199,7 @@ def test_tests_are_read_in_each_of_their_forms():
   ('fields', 'reason'),
   [
     ({}, 'the task has no tests'),
-    ({'tests': 'def check(c): pass'}, 'tests are a string, and entry_point is missing'),
+    ({'tests': 'def check(c): pass'}, 'tests are a string, but entry_point is missing'),
     ({'tests': 'def check(c): pass', 'entry_point': 'f); import os; (f'}, 'entry_point is'),
     ({'tests': 'def check(c): pass', 'entry_point': 'Solution(1).f'}, 'entry_point is'),
     ({'tests': [1]}, 'tests are neither statements'),
@@ -247,7 +247,7 @@ def test_tests_have_weights_tolerances_and_limits_of_their_own():
     ({'tests': [{'stdin': '', 'stdout': ''}], 'tolerance': -1}, 'tolerance: absolute is -1'),
     ({'tests': [{'stdin': '', 'stdout': ''}], 'checker': ''}, 'checker is not a program'),
     ({'tests': [{'stdin': '', 'stdout': ''}], 'checker': 'x', 'tolerance': 1}, 'the task has a ch'),
-    ({'tests': ['assert f()'], 'checker': 'print(1)'}, 'the task has a checker, and its tests'),
+    ({'tests': ['assert f()'], 'checker': 'print(1)'}, 'the task has a checker, but its tests'),
     ({'tests': [{'test': 'f()', 'weight': 1e9}, 'g()']}, 'the tests have weights'),
   ],
 )
@@ -334,7 +334,7 @@ def test_output_on_which_the_checker_never_ends_is_wrong():
 )
 def test_a_checker_that_fails_on_the_expected_output_is_the_scorers_failure(checker):
   score = scoring(local_scorer(cpu_s=1))
-  with pytest.raises(SandboxError, match='the checker fails on its own expected output'):
+  with pytest.raises(SandboxError, match='the checker fails even on the expected output'):
     score('print(1)', tests=[{'stdin': '', 'stdout': '1'}], checker=checker)
 
 
@@ -405,7 +405,7 @@ def test_each_form_of_tests_gives_full_marks_to_what_is_right_alone(score):
     ),
     (
       {'addresses': ['unix:/x'], 'wall_s': 60.0},
-      'request_deadline_s is 60, and its programs may take wall_s=60;',
+      'request_deadline_s is 60, but its programs may take wall_s=60;',
     ),
     ({'wall_s': 0.0}, 'limit wall_s is 0.0, wanted a positive number'),
   ],
@@ -462,7 +462,7 @@ def test_a_deadline_below_that_of_programs_is_refused():
 
   for short in (config(8.0, wall_s=8.0), config(10.0, wall_s=10)):
     with pytest.raises(
-      UserError, match=r"^scorer 'c': deadline_s is [0-9]+, and its programs may take wall_s="
+      UserError, match=r"^scorer 'c': deadline_s is [0-9]+, but its programs may take wall_s="
     ):
       build_scorer(short)
   local_scorer()  # Skips where nothing isolates.

@@ -294,7 +294,7 @@ def test_other_right_answers_score_one(sandboxes):
 
 def test_a_verifier_that_raises_on_its_reference_answer_is_the_scorers_own_error(sandboxes):
   with pytest.raises(
-    SandboxError, match="verifier 'spiral_matrix' raises on its own reference answer"
+    SandboxError, match="verifier 'spiral_matrix' raises an exception on its own reference"
   ):
     score_in_sandbox('spiral_matrix', '1 2', {'answer': 7}, 'auto')
 

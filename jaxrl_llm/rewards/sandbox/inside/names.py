@@ -264,7 +264,7 @@ def _is_identity(node: ast.AST) -> bool:
 
 
 def with_identity(test: str, function: str) -> ast.Module:
-  """Parses the test and replaces `left is right` by a call of `function`.
+  """Parses the test and replaces `left is right` by a call to `function`.
 
   The call is necessary because one object of the program may have two proxies. Raises the same
   errors as `compile`.

@@ -33,7 +33,7 @@ class Origin(enum.Enum):
   such instances. If an operand is a plain value or COMPUTED, the result is COMPUTED instead.
   """
   COMPUTED = enum.auto()
-  """Result of an operator of which one operand was itself COMPUTED, or was a plain value of the
+  """Result of an operator with an operand that was itself COMPUTED or was a plain value of the
   tests. The program has then seen that value.
   """
   RESULT = enum.auto()
@@ -175,7 +175,7 @@ class Remote:
     )
     if suspect and (_is_remote(value) or callable(value)):  # Exception classes are not proxies.
       raise AttributeError(
-        f'{name} of a {self._remote_class!r} object, which stands where a value was wanted'
+        f'{name} of a {self._remote_class!r} object, which was returned in place of a plain value'
       )
     return value
 
@@ -240,7 +240,7 @@ class Remote:
   def __instancecheck__(self, thing: Any) -> bool:
     """Returns whether `thing` is an instance of this class.
 
-    A plain value is an instance of none of the program's own classes.
+    A plain value is not an instance of any of the program's own classes.
     """
     if self._remote_stands is not None:
       return isinstance(thing, self._remote_stands)
@@ -263,7 +263,7 @@ def _is_remote(thing: Any) -> bool:
 def is_same(left: Any, right: Any) -> bool:
   """Returns whether two proxies represent the same object of the program.
 
-  For things that are no proxies, returns `left is right`.
+  For values that are not proxies, returns `left is right`.
   """
   if _is_remote(left) and _is_remote(right):
     return left._remote_number == right._remote_number
@@ -293,7 +293,7 @@ def _inheriting(name: str) -> Callable[..., Any]:
 def _refuse_if(bad: bool, remote: Remote, what: str) -> None:
   if bad:
     raise OperationRefused(
-      f'{what} of a {remote._remote_class!r} object, which stands where a value was wanted'
+      f'{what} of a {remote._remote_class!r} object, which was returned in place of a plain value'
     )
 
 
@@ -305,8 +305,8 @@ def _ask(remote: Remote, name: str, *args: Any, origin: Origin = Origin.RESULT) 
 
 
 def _agree(remote: Remote, count: Any) -> None:
-  """Raises OperationRefused if an object reports another number of items than before, although no
-  request can have changed it.
+  """Raises OperationRefused if an object reports a different number of items than before, although
+  no request can have changed it.
 
   Otherwise, an object could report three items but yield none, and thus pass a test of each item.
   """

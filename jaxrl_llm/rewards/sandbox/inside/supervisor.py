@@ -343,7 +343,8 @@ class _Run:
   def wait_for(self, pid: int, seconds: float = math.inf) -> None:
     """Waits until the process has ended, for at most `seconds` seconds.
 
-    Kills all processes if they exceed a limit. Raises ChannelClosed if the host hangs up meanwhile.
+    Kills all processes if they exceed a limit. Raises ChannelClosed if the host closes the control
+    socket meanwhile.
     """
     until = time.monotonic() + seconds
     while pid not in self.ended and time.monotonic() < until:
@@ -377,7 +378,7 @@ class _Run:
     try:
       for descriptor, _ in self._poll.poll(_LOOK_S * 1000):
         if descriptor == self._control.socket.fileno():
-          raise ChannelClosed('the outside has hung up')
+          raise ChannelClosed('the host has closed the control socket')
         if descriptor in self._pipes:
           self._pipes[descriptor].read()
           if not self._pipes[descriptor].open:

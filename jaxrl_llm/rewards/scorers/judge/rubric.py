@@ -65,7 +65,7 @@ def check_rubric(rubric: Rubric) -> None:
   if not 0 < len(names) <= _MAX_CRITERIA:
     raise UserError(f'a rubric has {len(names)} criteria, wanted 1 to {_MAX_CRITERIA}')
   if repeated := sorted({name for name in names if names.count(name) > 1}):
-    raise UserError(f'a rubric has several criteria {repeated}; give each its own name')
+    raise UserError(f'a rubric has several criteria {repeated}; give each a unique name')
   if not any(criterion.weight > 0 for criterion in rubric):
     raise UserError('a rubric has penalties only; give a criterion a positive weight')
 

@@ -104,7 +104,7 @@ class JudgeOptions(DiscoveringOptions):
     if self.max_tokens < 1 or self.malformed_retries < 0:
       raise UserError(
         f'{where}: max_tokens is {self.max_tokens} and malformed_retries {self.malformed_retries}, '
-        'wanted at least 1 and 0'
+        'wanted at least 1 and at least 0'
       )
     if self.mode == 'rubric' and (self.criteria or self.rubric_field is None):
       try:
@@ -112,7 +112,7 @@ class JudgeOptions(DiscoveringOptions):
       except UserError as error:
         raise UserError(f'{where}: criteria: {error}') from None
     if self.mode != 'rubric' and (self.criteria or self.rubric_field is not None):
-      raise UserError(f"{where}: criteria need mode 'rubric', and mode is {self.mode!r}")
+      raise UserError(f"{where}: criteria need mode 'rubric', but mode is {self.mode!r}")
     if self.template is not None:
       check_template(self.template, self.mode, where)
     if self.cache_file is not None and not pathlib.Path(self.cache_file).absolute().parent.is_dir():
@@ -205,7 +205,7 @@ class Judge(ServiceClient):
             self._cache.put(key, wrong.answer)
             return wrong.answer
           raise Malformed(
-            f'no verdict in {tries} answers; the last: {wrong}: {text[-200:]!r}'
+            f'no verdict in {tries} answers; last error: {wrong}: {text[-200:]!r}'
           ) from None
         hint = (
           f'That is no verdict: {wrong}. Answer the question again, with one JSON object of the '

@@ -230,7 +230,7 @@ def _within_budget(work: Callable[[], T]) -> T:
     return result.result(BUDGET_S)
   except TimeoutError:
     raise SandboxError(
-      f'the sandbox of a verifier gave no verdict within {BUDGET_S:g} s; it may be starting'
+      f'the sandbox of a verifier gave no verdict within {BUDGET_S:g} s; it may still be starting'
     ) from None
 
 
@@ -258,7 +258,9 @@ def score_in_sandbox(
   program = json.dumps([name, answer, entry])
   outcome, printed = _within_budget(lambda: _sandboxes(isolation).output(_PROGRAM, program))
   if outcome.ended == Ending.EXCEPTION:
-    raise SandboxError(f'verifier {name!r} raises on its own reference answer: {outcome.detail}')
+    raise SandboxError(
+      f'verifier {name!r} raises an exception on its own reference answer: {outcome.detail}'
+    )
   if outcome.ended != Ending.PASSED:
     return None, outcome
   try:

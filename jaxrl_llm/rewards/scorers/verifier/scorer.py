@@ -241,7 +241,7 @@ def check_verifiers(tasks: Iterable[Task], scorers: Sequence[ScorerConfig]) -> N
       except NoIsolation as error:
         raise UserError(
           f'taskset {taskset}: verifier {name!r} evaluates answers, which needs a sandbox, and '
-          'this machine does not '
+          'this machine cannot '
           f'isolate programs ({error.reasons}); permit unprivileged user namespaces, install '
           'bubblewrap, or set the '
           "scorer's option isolation='none' to accept that an answer might do whatever this user "
