@@ -1,11 +1,14 @@
 """DeepSeek-R1's pipeline on the quickstart's task: cold start, reasoning RL, rejection sampling,
-SFT of the base model on the selected answers, and RL with all rewards.
+SFT of the base model on the selected answers, a reward model, and RL with all rewards.
 
 The stages are those of section 2.3 of the paper, at toy size. `reasoning` rewards only the answer.
 `collect` only generates samples from its result. `distil` starts again from the base weights and
-imitates the correct answers. `all_rewards` also penalises answers that reach the length limit. In
-the paper, the last stage has a reward model for helpfulness instead, and the stage `reasoning` also
-rewards language consistency (the scorer `language`, which needs texts of several words).
+imitates the correct answers. `helpfulness` trains a reward model on pairs of a better and a worse
+sample of `collect`, starting from the weights of `distil` with a new head. `all_rewards` continues
+with the policy of `distil`; it adds the score of the reward model, and penalises answers that reach
+the length limit. In the paper, the reward model learns from preferences about open questions, and
+the stage `reasoning` also rewards language consistency (the scorer `language`, which needs texts of
+several words).
 
 The variant without_STAGE omits a stage, to show what the stage contributes.
 
@@ -23,6 +26,7 @@ import quickstart
 from jaxrl_llm.api import (
   AlgorithmConfig,
   Config,
+  RewardModelConfig,
   Rollouts,
   ScorerConfig,
   SelectionConfig,
@@ -30,8 +34,8 @@ from jaxrl_llm.api import (
   Stored,
 )
 
-LEFT_OUT = ('cold_start', 'reasoning', 'all_rewards')
-"""Stages that a variant may omit."""
+LEFT_OUT = ('cold_start', 'reasoning', 'helpfulness', 'all_rewards')
+"""Stages that a variant may omit. Without `all_rewards`, there is no `helpfulness` either."""
 
 
 def get_config(variant: str = '') -> Config:
@@ -76,12 +80,32 @@ def get_config(variant: str = '') -> Config:
       steps=600,
       optimizer=dataclasses.replace(imitation, peak_lr=3e-3),
     ),
+    StageConfig(
+      name='helpfulness',
+      algorithm=AlgorithmConfig(name='reward_model', options={'center_rewards_coefficient': 0.01}),
+      source=Stored(
+        stages=('collect',),
+        tasksets=('train',),
+        selection=SelectionConfig(kind='margin', margin=1.0),
+        sequences_per_batch=64,
+      ),
+      steps=60,
+      optimizer=imitation,
+    ),
     dataclasses.replace(grpo, name='all_rewards', steps=70, evaluate_every=None),
   )
   concise = ScorerConfig(name='overlong', weight=0.5, options={'max_length': 7, 'buffer': 1})
+  helpful = ScorerConfig(name='helpful', kind='reward_model', weight=0.1)
+  omitted, scorers, reward_model = {left_out}, (*config.rewards.scorers, concise), None
+  if left_out in ('helpfulness', 'all_rewards'):
+    omitted.add('helpfulness')
+  else:
+    scorers = (*scorers, helpful)
+    reward_model = RewardModelConfig(init_from='stage:helpfulness', dtype='float32')
   return dataclasses.replace(
     config,
     name=f'r1_{variant}'.rstrip('_'),
-    rewards=dataclasses.replace(config.rewards, scorers=(*config.rewards.scorers, concise)),
-    stages=tuple(stage for stage in stages if stage.name != left_out),
+    rewards=dataclasses.replace(config.rewards, scorers=scorers),
+    reward_model=reward_model,
+    stages=tuple(stage for stage in stages if stage.name not in omitted),
   )

@@ -216,7 +216,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
   mesh = build_mesh(config.learner.mesh)
   stages = build_stages(config, mesh, facts.spec.vocab_size, facts.lengths)
   model = build_model(model_spec(config, facts.spec), policy_options(config), mesh)
-  reward_model = build_reward_model(config, mesh)
+  reward_model = build_reward_model(config, mesh, model)
   if ready:
     roles = held(stages, model, critic_model(model), mesh, reward_model)
     Console(highlight=False).print(held_table(mesh, roles))
@@ -240,6 +240,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
   state, base = await device.run(committed_state, setup, facts.step)
   if reward_model is not None:
     reward_model.check(committed or {})
+  if reward_model is not None and reward_model.files is not None:
     scorer = await device.run(reward_model.read, mesh)
     state = dataclasses.replace(state, learned=state.learned._replace(reward_model=scorer))
   bests = committed_bests(committed, config, stages) if committed else {}

@@ -88,6 +88,9 @@ class PolicyConfig:
   """
 
 
+_OF_STAGE = 'stage:'
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
   """The trainer's reward model, whose scores are those of the scorer `reward_model`. It is sharded
@@ -95,8 +98,9 @@ class RewardModelConfig:
   """
 
   init_from: str
-  """Weights: a Hugging Face directory of a model with one output, a hub id, or a run that trained a
-  reward model.
+  """Weights: a Hugging Face directory of a model with one output; a hub id; a run that trained a
+  reward model; or 'stage:NAME', for the weights at the end of an earlier stage of the same run,
+  which trained a reward model.
   """
   dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   """Data type of weights and activations."""
@@ -110,6 +114,12 @@ class RewardModelConfig:
   """Maximum number of times that more groups are generated for a batch because groups were dropped
   after they had been scored. After that, the run fails.
   """
+
+  @property
+  def stage(self) -> str | None:
+    """Name of the stage that trains the reward model; None if its weights are read from files."""
+    named = self.init_from.startswith(_OF_STAGE)
+    return self.init_from.removeprefix(_OF_STAGE) if named else None
 
   def __post_init__(self):
     check_at_least('reward_model.', self, max_rounds=0)
@@ -218,7 +228,9 @@ class StageConfig:
   'best:STAGE', for those with which an evaluation of that stage measured the highest greedy
   accuracy on the first suite (the earliest of these evaluations, if there are several); or 'base',
   for the weights with which the run began. If there are several names, the mean of these weights is
-  used. If empty, the stage continues with the weights of the previous stage.
+  used. If empty, the stage continues with the weights of the previous stage. A stage that trains a
+  reward model replaces the head of a policy's weights by a new one, and a stage after it that
+  trains the policy continues with the weights of the last stage that did.
   """
   keep_optimizer: bool = False
   """Whether the stage continues with the previous stage's optimizer state instead of a new one."""
@@ -722,6 +734,7 @@ class Config:
           'reward_model: rollout.partial is set, which generates a batch in waves; remove it, or '
           'serve the reward model (jaxrl serve --role=reward, scorer kind http)'
         )
+    self._check_trained_reward_model(stages)
     for suite in self.evaluation:
       judges = [s for s in self.rewards.scorers if not s.tasksets or suite.taskset in s.tasksets]
       if judges and all(s.implementation == REWARD_MODEL for s in judges):
@@ -730,6 +743,37 @@ class Config:
           f'{suite.taskset}, and it scores no evaluations; add another scorer, which '
           'stages.*.source.rewards can leave out of training, or remove the suite'
         )
+
+  def _check_trained_reward_model(self, scored: Sequence[StageConfig]) -> None:
+    """Raises UserError if the reward model is to be trained in a stage that does not exist, or that
+    ends too late.
+
+    Args:
+      scored: stages whose rollouts the reward model scores.
+    """
+    source, where = self.reward_model.init_from, 'reward_model.init_from'
+    names = [stage.name for stage in self.stages]
+    if (of_best := stage_of_best(source)) is not None:
+      raise UserError(
+        f'{where}: {source!r}, and no evaluation measures a reward model; name the end of the '
+        f"stage: '{_OF_STAGE}{of_best}'"
+      )
+    if (name := self.reward_model.stage) is None:
+      return
+    if name not in names:
+      raise UserError(f"{where}: {source!r}, wanted '{_OF_STAGE}' before one of {names}")
+    for stage in scored:
+      if names.index(stage.name) <= names.index(name):
+        raise UserError(
+          f'{where}: {source!r} ends after stages.{stage.name} begins, whose rollouts it is to '
+          f'score; name a stage before {stage.name}, or leave the reward model out of '
+          f'stages.{stage.name}.source.rewards'
+        )
+    if self.policy.lora is not None:
+      raise UserError(
+        f'{where}: {source!r}, and policy.lora trains adapters in all stages; remove policy.lora, '
+        'or train the reward model in a run of its own'
+      )
 
   def _check_partial(self) -> None:
     """Raises UserError if partial rollouts are combined with an option that does not support

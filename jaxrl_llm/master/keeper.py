@@ -373,7 +373,7 @@ class RunKeeper:
   async def _begin_evaluation(self, state: LoopState, stage: Stage) -> LoopState:
     """Publishes the policy and starts the suites on it; `evaluated` waits for their results."""
     logs = self._logs
-    if not self._generates:
+    if not self._generates or stage.algorithm.head != 'lm':  # A reward model generates nothing.
       return dataclasses.replace(state, evaluated=True)
     with self._stopwatch.timed('testing'):
       # After a signal, the policy is not published, because publishing may take a large part of the

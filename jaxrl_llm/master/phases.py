@@ -60,8 +60,8 @@ class PhasesConfig:
   reference: Residency = 'offload'
   """Location of the reference's parameters."""
   reward_model: Residency | Literal['destroy'] = 'offload'
-  """Location of the reward model's parameters. With 'destroy', they are freed, and read from the
-  model's directory again for each batch.
+  """Location of the reward model's parameters. With 'destroy', they are freed, and read again for
+  each batch: from the model's directory, or from the commit of the stage that trained the model.
   """
   engine: Literal['resident', 'sleep', 'destroy'] = 'destroy'
   """Treatment of the engine outside the rollout phase. vLLM servers owned by the run are stopped

@@ -40,6 +40,16 @@ def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelS
   )
 
 
+def has_head(params: Params, spec: ModelSpec) -> bool:
+  """Returns whether a parameter tree has the output head of `spec`, judged by the shape of its
+  kernel.
+  """
+  kernel = params['head']['kernel'] if 'head' in params else None
+  if is_tied(spec) or kernel is None:
+    return is_tied(spec) and kernel is None
+  return kernel.shape == (head_size(spec), spec.hidden_size)
+
+
 def fresh_head(
   spec: ModelSpec, key: PRNGKeyArray | UInt32[Array, '2'], *, dtype: str = 'float32'
 ) -> Float[Array, 'out embed']:

@@ -61,7 +61,7 @@ class CheckpointConfig:
   """
   keep: int = 3
   """Number of newest commits to keep. The commit with the best evaluation is also kept, as are
-  commits whose weights later stages start from.
+  commits whose weights later stages start from, and that of a reward model that scores rollouts.
   """
   keep_hours: float = 0.0
   """Commits younger than this many hours are also kept, however many there are."""

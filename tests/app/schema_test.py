@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+import judged
 import pytest
 from paths import ROOT
 
@@ -402,6 +403,51 @@ def test_a_stage_that_needs_what_does_not_exist_is_one_line(config, last, fields
   with pytest.raises(UserError, match=r'^[^\n]*$') as caught:
     pipeline(config, last, **fields)
   assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ('init_from', 'fields', 'message'),
+  [
+    (
+      'stage:other',
+      {},
+      "'stage:other', wanted 'stage:' before one of ['sft', 'preferred', 'grpo']",
+    ),
+    ('stage:', {}, "'stage:', wanted 'stage:' before one of"),
+    ('stage:grpo', {}, "'stage:grpo' ends after stages.grpo begins, whose rollouts it is to score"),
+    (
+      'best:preferred',
+      {},
+      "'best:preferred', and no evaluation measures a reward model; name the end of the stage: "
+      "'stage:preferred'",
+    ),
+    ('stage:preferred', {'lora': LoraConfig()}, 'policy.lora trains adapters in all stages'),
+    (
+      'stage:preferred',
+      {'order': ('sft', 'grpo', 'preferred')},
+      "'stage:preferred' ends after stages.grpo begins, whose rollouts it is to score; name a "
+      'stage before grpo, or leave the reward model out of stages.grpo.source.rewards',
+    ),
+  ],
+)
+def test_a_reward_model_of_a_stage_that_does_not_exist_in_time_is_refused(
+  init_from, fields, message
+):
+  config = judged.get_config()
+  assert config.reward_model.stage == 'preferred'
+  stages = {stage.name: stage for stage in config.stages}
+  policy = dataclasses.replace(config.policy, lora=fields.get('lora'))
+  reward_model = dataclasses.replace(config.reward_model, init_from=init_from)
+  with pytest.raises(UserError, match=r'^[^\n]*$') as caught:
+    dataclasses.replace(
+      config,
+      policy=policy,
+      reward_model=reward_model,
+      stages=tuple(stages[name] for name in fields.get('order', stages)),
+    )
+  assert f'reward_model.init_from: {message}' in str(caught.value) or (
+    'lora' in fields and message in str(caught.value)
+  )
 
 
 def test_the_mean_of_adapters_is_refused(config):

@@ -2,6 +2,7 @@
 rollouts that an earlier one has stored.
 """
 
+import collections
 import json
 
 import job
@@ -14,7 +15,14 @@ from jaxrl_llm.replay.segments import SegmentReader
 
 pytestmark = pytest.mark.full
 
-STEPS = {'cold_start': 12, 'reasoning': 4, 'collect': 3, 'distil': 6, 'all_rewards': 3}
+STEPS = {
+  'cold_start': 12,
+  'reasoning': 4,
+  'collect': 3,
+  'distil': 6,
+  'helpfulness': 2,
+  'all_rewards': 3,
+}
 PIPELINE = (
   '--config=configs/r1.py',
   *job.SMALL,
@@ -65,6 +73,17 @@ def test_a_stage_learns_from_the_stored_rollouts_that_its_selection_accepts(pipe
     assert not sample.sampled.any() and not sample.behaviour_logprobs.any()
 
 
+def test_the_reward_model_learns_from_a_pair_of_each_group_whose_rewards_differ(pipeline):
+  of_groups = collections.defaultdict(set)
+  for uid, reward in collected(pipeline).items():
+    of_groups[uid.rpartition('/')[0]].add(reward)
+  differing = [group for group, rewards in of_groups.items() if len(rewards) > 1]
+  rows = all_rows(pipeline, 'data/helpfulness.arrayrecord')
+  assert len(rows) == 2 * len(differing) > 0
+  last = steps(pipeline, 'helpfulness')[-1]
+  assert last['actor/rm_loss'] > 0
+
+
 def test_a_stage_begins_with_the_weights_that_it_names(pipeline):
   """`distil` begins with the base weights: its first loss is that of random ones."""
   losses = {
@@ -81,7 +100,9 @@ def test_each_stage_is_judged_by_its_own_scorers(pipeline):
   }
   assert any(key.startswith('rewards/verifier') for key in names['reasoning'])
   assert not any(key.startswith('rewards/overlong') for key in names['reasoning'])
-  assert any(key.startswith('rewards/overlong') for key in names['all_rewards'])
+  for scorer in ('overlong', 'helpful'):
+    judged = [name for name in STEPS if any(f'rewards/{scorer}' in key for key in names[name])]
+    assert judged == ['all_rewards']
 
 
 def test_a_stage_raises_the_limit_of_its_responses(pipeline):
@@ -116,7 +137,7 @@ def test_a_commit_names_the_best_evaluation_of_a_stage(pipeline):
 
 def test_killed_after_the_selection_and_in_the_last_stage_it_ends_bit_for_bit(pipeline, tmp_path):
   """The second start knows the best evaluation of the stage in progress, the third one chooses."""
-  before_distil, distil = 12 + 4 + 3 + 4, 6 + 3
-  counts = before_distil + 4, before_distil + distil + 1
+  before_distil, distil, helpfulness = 12 + 4 + 3 + 4, 6 + 3, STEPS['helpfulness']
+  counts = before_distil + 4, before_distil + distil + helpfulness + 1
   run = job.killed_and_resumed(tmp_path / 'run', *counts, config=PIPELINE)
   job.assert_equal_runs(run, pipeline)

@@ -15,6 +15,8 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.serve.reward import load
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.families import tiny
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.runtime import events
@@ -150,7 +152,8 @@ def test_another_model_in_the_directory_is_refused(resident, tmp_path):
   weights = tmp_path / 'model' / 'model.safetensors'
 
   def built():
-    return build_reward_model(configured(init_from=tmp_path / 'model'), build_mesh(MeshConfig()))
+    chosen = configured(init_from=tmp_path / 'model')
+    return build_reward_model(chosen, build_mesh(MeshConfig()), build_model(tiny('llama', 30)))
 
   same = built()
   same.check(committed)

@@ -7,7 +7,7 @@ import pytest
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
-from jaxrl_llm.models.heads import fresh_head, head_kernel, replace_head, with_head
+from jaxrl_llm.models.heads import fresh_head, has_head, head_kernel, replace_head, with_head
 from jaxrl_llm.models.spec import ModelOptions
 
 TIED = tiny('qwen3', 50, tie_word_embeddings=True)
@@ -98,3 +98,10 @@ def test_kernels_that_do_not_fit_are_refused():
     replace_head(params, with_head(TIED, 'value'), params['embed']['kernel'])
   with pytest.raises(ValueError, match='tied embeddings has no separate head'):
     replace_head(params, TIED, params['embed']['kernel'])
+
+
+def test_a_tree_has_the_head_of_one_spec():
+  specs = {'tied': TIED, 'untied': UNTIED, 'scalar': with_head(TIED, 'scalar')}
+  for name, spec in specs.items():
+    params = zero_params(spec)
+    assert [other for other, spec in specs.items() if has_head(params, spec)] == [name]

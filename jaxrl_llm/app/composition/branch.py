@@ -284,9 +284,9 @@ def _take_needed(origin: Fork, workdir: Workdir, steps: Collection[int]) -> None
   for step in sorted({*steps} - {origin.step}):
     if step not in parent.steps():
       raise UserError(
-        f'--branch_from={origin.branch.run}:{origin.step}: a later stage begins with the weights '
-        f'of step {step} (init_from), and the run keeps only the commits {parent.steps()}; name '
-        'other weights, or branch from a commit before that stage'
+        f'--branch_from={origin.branch.run}:{origin.step}: the branch needs the weights of step '
+        f'{step} (init_from of a stage, or of reward_model), and the run keeps only the commits '
+        f'{parent.steps()}; name other weights, or branch from an earlier commit'
       )
     with _reported(origin, workdir.path):
       taken = branch.take(parent, step)

@@ -14,7 +14,14 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, Literal, NamedTuple
 
 from jaxrl_llm.app.composition.saved import with_sources
-from jaxrl_llm.app.schema import BASE, Config, StageConfig, trained_tasksets
+from jaxrl_llm.app.composition.stages import origins
+from jaxrl_llm.app.schema import (
+  BASE,
+  Config,
+  RewardModelConfig,
+  StageConfig,
+  trained_tasksets,
+)
 from jaxrl_llm.app.sources import Examples, Pairs, Stored
 from jaxrl_llm.config.load import difference
 from jaxrl_llm.config.values import TAG, from_json, to_json
@@ -170,7 +177,7 @@ class _Rules:
   """Rules for the changes between two configurations."""
 
   def __init__(self, old: Mapping[str, Any], new: Config, step: int):
-    self._sides, self._step = (old, to_json(new)), step
+    self._sides, self._new, self._step = (old, to_json(new)), new, step
     ends = list(itertools.accumulate(stage['steps'] for stage in old['stages']))
     self._spans = {
       stage['name']: (end - stage['steps'], end)
@@ -196,6 +203,8 @@ class _Rules:
       return self._of_stage(change, name, field)
     if affected := self._compared(part, name, self._trained):
       return Refused(change, affected)
+    if _is_of_stage(change):
+      return Refused(change, _WHY[part])
     if (
       is_below(change.key, self._free)
       or (part == 'tasksets' and name and name not in self._trained)
@@ -219,6 +228,8 @@ class _Rules:
       return 'it determines which tasks and rows are kept', 'data'
     if affected := self._compared(part, name, self._begun):
       return affected, 'data'
+    if _is_of_stage(change):
+      return _WHY[part], None
     if is_below(change.key, (*self._free, *_OF_BRANCHES)):
       return '', None
     if part in ('tasksets', 'preferences', 'examples'):
@@ -235,7 +246,8 @@ class _Rules:
     """Returns the name of a stage after the commit that starts from the run's initial weights;
     empty if there is none.
     """
-    names = [stage['name'] for stage in self._sides[1]['stages'] if BASE in stage['init_from']]
+    stages = self._new.stages
+    names = [stage.name for stage in stages if BASE in origins(stage.name, self._new)]
     later = (self._step, self._step)
     return next((name for name in names if self._spans.get(name, later)[0] >= self._step), '')
 
@@ -334,6 +346,13 @@ class _Rules:
       return True  # No stage inherits the optimizer in that configuration.
     before, after = sides
     return all(key in OF_OPTIMIZERS for key, *_ in difference(before, after))
+
+
+def _is_of_stage(change: Change) -> bool:
+  """Returns whether a change concerns which stage of the run trains the reward model, if any."""
+  return change.key == 'reward_model.init_from' and any(
+    RewardModelConfig(init_from=source).stage is not None for source in change[1:]
+  )
 
 
 def _processed_before(name: str, config: Mapping[str, Any]) -> dict[str, Any]:

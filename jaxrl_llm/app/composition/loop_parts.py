@@ -12,11 +12,13 @@ from jaxrl_llm.app.composition.prepare import Prepared
 from jaxrl_llm.app.composition.resources import Resources
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.sharing import check_allocator
+from jaxrl_llm.app.composition.stages import origins
 from jaxrl_llm.app.composition.state import (
   begin_stage,
   commits_needed,
   critic_model,
-  origins,
+  model_of,
+  reward_params,
   starting_state,
 )
 from jaxrl_llm.app.composition.version_exchange import VersionExchange
@@ -67,9 +69,13 @@ def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
   )
 
 
-def stage_entrance(setup: Setup) -> EnterStage:
+def stage_entrance(setup: Setup, *, from_commits: bool = True) -> EnterStage:
   """Returns a function that enters a stage. It builds the stage's trainer and, if the stage has no
   completed step, initialises the stage's state.
+
+  Args:
+    from_commits: whether to read the weights that a stage or the trainer's reward model takes from
+      earlier stages. If False, every stage continues with the weights of the state.
   """
   process, critic = setup.process, critic_model(setup.model)
   loader = RowLoader(setup.workdir, process.mesh)
@@ -82,16 +88,30 @@ def stage_entrance(setup: Setup) -> EnterStage:
 
     return await process.coordinator.broadcast(take() if process.coordinator.leads else None)
 
+  def awaits_reward_model(stage: Stage, state: LoopState) -> bool:
+    """Whether the stage needs a reward model that an earlier stage has trained, and the state does
+    not contain it yet.
+    """
+    role = setup.reward_model
+    if role is None or role.files is not None or state.learned.reward_model is not None:
+      return False
+    configured = next(s for s in setup.config.stages if s.name == stage.name)
+    return state.step < stage.end and setup.config.scored_by_trainer(configured)
+
   async def enter_stage(stage: Stage, state: LoopState) -> tuple[StageTrainer, LoopState]:
+    model = model_of(stage, setup.model)
     if state.step == stage.start:
-      if origins(stage, setup.config):
+      if from_commits and origins(stage.name, setup.config):
         state = await process.device.run(starting_state, stage, setup, state)
         state = dataclasses.replace(state, attempt=await new_attempt(), moved=0)
       state = await process.device.run(
-        begin_stage, stage, setup.config, state, process.mesh, critic
+        begin_stage, stage, setup.config, state, process.mesh, model, critic
       )
+    if from_commits and awaits_reward_model(stage, state):
+      params = await process.device.run(reward_params, setup)
+      state = dataclasses.replace(state, learned=state.learned._replace(reward_model=params))
     has_critic = stage.algorithm.critic_loss is not None
-    roles = Roles(setup.model, critic if has_critic else None)
+    roles = Roles(model, critic if has_critic else None)
     return StageTrainer(stage, process, roles=roles, loader=loader, learned=state.learned), state
 
   return enter_stage
@@ -109,7 +129,7 @@ def build_phases(setup: Setup, engine: Engine | None) -> Phases:
     return RESIDENT
   check_allocator(setup.config, setup.process.mesh.devices.flat[0].platform)
   process, reward_model = setup.process, setup.reward_model
-  read = functools.partial(reward_model.read, process.mesh) if reward_model is not None else None
+  read = functools.partial(reward_params, setup) if reward_model is not None else None
   if config.engine == 'resident' or engine is None:
     return MemoryPhases(config, process, None, setup.workdir, read)
   if not isinstance(engine, Releasable):
@@ -166,7 +186,9 @@ def build_parts(
     ),
     batches=dict(resources.logs.batches) if resources else {},
     phases=phases,
-    reward_model=setup.reward_model.role(leads=resources is not None)
+    reward_model=setup.reward_model.role(
+      leads=resources is not None, policy=prepared.tokenizer if prepared else None
+    )
     if setup.reward_model is not None
     else None,
     versions=build_exchange(setup, start, resources, prepared),

@@ -125,9 +125,11 @@ def _spec(config: Config, tokenizer: Tokenizer) -> ModelSpec:
     spec = read_spec(checkpoint)
     tokenizer.check_fits(spec.vocab_size, f'the model in {checkpoint}')
     return spec
+  # A reward model reads the stop token even after an answer that reached the limit.
+  scores = config.reward_model is not None and config.reward_model.stage is not None
   overrides = {
     'vocab_size': tokenizer.vocab_size,
-    'max_position_embeddings': config.rollout.max_length,
+    'max_position_embeddings': config.rollout.max_length + scores,
     **config.policy.model,
   }
   spec = tiny(config.policy.family, **overrides)

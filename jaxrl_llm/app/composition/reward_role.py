@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -17,6 +18,7 @@ from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.loading import read_params
 from jaxrl_llm.master.reward_model import RewardRole, ScoringPass
 from jaxrl_llm.models.api import Model, build_model
+from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.parallel.mesh import data_parallel_ranks
 from jaxrl_llm.tasks.tokenizer import Tokenizer
@@ -83,18 +85,29 @@ def find_reward_model(source: str, where: str) -> RewardModelFiles:
 class TrainerRewardModel(NamedTuple):
   """The reward model of the trainer, without its parameters."""
 
-  files: RewardModelFiles
   model: Model
   scoring: ScoringPass
-  fingerprint: str
-  """Fingerprint of the model's files. Commits contain it, but not the model."""
+  files: RewardModelFiles | None
+  """Files with the parameters and the tokenizer. None if a stage of the run trains the model, whose
+  tokenizer is then the policy's.
+  """
+  fingerprint: str | None
+  """Fingerprint of the model's files, which commits contain instead of the model. None if a stage
+  trains the model, since its parameters are in a commit.
+  """
 
-  def role(self, *, leads: bool) -> RewardRole:
-    """Returns the role in a process of the trainer. Only process 0 `leads`: it also tokenizes."""
-    return RewardRole(self.scoring, self.files.tokenizer() if leads else None)
+  def role(self, *, leads: bool, policy: Tokenizer | None) -> RewardRole:
+    """Returns the role in a process of the trainer. Only process 0 `leads`: it also tokenizes.
+
+    Args:
+      policy: tokenizer of the policy; required only in process 0.
+    """
+    if not leads:
+      return RewardRole(self.scoring, None)
+    return RewardRole(self.scoring, policy if self.files is None else self.files.tokenizer())
 
   def read(self, mesh: Mesh) -> Params:
-    """Reads the parameters onto the mesh.
+    """Reads the parameters from the model's files onto the mesh.
 
     Raises:
       UserError: the files have changed since the run was started.
@@ -104,9 +117,9 @@ class TrainerRewardModel(NamedTuple):
     return read_params(self.model, mesh, self.files.directory, self.files.spec)
 
   def check(self, committed: Mapping[str, Any]) -> None:
-    """Raises UserError if a commit was made with another reward model."""
+    """Raises UserError if a commit was made with other files of a reward model."""
     wanted = committed.get('reward_model')
-    if wanted is not None and wanted != self.fingerprint:
+    if self.files is not None and wanted is not None and wanted != self.fingerprint:
       raise UserError(_changed(self.files.directory, self.fingerprint, wanted))
 
 
@@ -117,8 +130,11 @@ def _changed(directory: pathlib.Path, found: str, wanted: str) -> str:
   )
 
 
-def build_reward_model(config: Config, mesh: Mesh) -> TrainerRewardModel | None:
+def build_reward_model(config: Config, mesh: Mesh, policy: Model) -> TrainerRewardModel | None:
   """Builds the trainer's reward model; None if the run has none.
+
+  Args:
+    policy: model whose architecture a reward model has that is trained in a stage.
 
   Raises:
     UserError: there is no model, it is not a reward model, or it cannot be read.
@@ -126,15 +142,20 @@ def build_reward_model(config: Config, mesh: Mesh) -> TrainerRewardModel | None:
   chosen = config.reward_model
   if chosen is None:
     return None
-  files = find_reward_model(chosen.init_from, 'reward_model.init_from')
-  model = files.model(chosen.dtype, mesh)
+  files, fingerprint = None, None
+  if chosen.stage is None:
+    files = find_reward_model(chosen.init_from, 'reward_model.init_from')
+    model, fingerprint = files.model(chosen.dtype, mesh), files.fingerprint()
+  else:
+    options = dataclasses.replace(policy.options, dtype=chosen.dtype, param_dtype=chosen.dtype)
+    model = build_model(with_head(policy.spec, 'scalar'), options, mesh)
   scoring = ScoringPass(
     model,
     mesh,
-    max_length=min(_max_length(chosen, config), files.spec.max_position_embeddings),
+    max_length=min(_max_length(chosen, config), model.spec.max_position_embeddings),
     sequences=chosen.sequences_per_pass or _SEQUENCES_PER_RANK * data_parallel_ranks(mesh),
   )
-  return TrainerRewardModel(files, model, scoring, files.fingerprint())
+  return TrainerRewardModel(model, scoring, files, fingerprint)
 
 
 def _max_length(chosen: RewardModelConfig, config: Config) -> int:

@@ -25,7 +25,9 @@ class Setup:
   """Run directory."""
   stages: tuple[Stage, ...]
   model: Model
-  """Model to train: the policy, or a reward model."""
+  """The policy, or a reward model if all stages train one. For the model of a stage, see
+  `state.model_of`.
+  """
   checkpoints: Checkpoints
   process: Process
   reward_model: TrainerRewardModel | None = None

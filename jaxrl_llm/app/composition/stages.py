@@ -4,14 +4,23 @@ follow from a configuration, such as a stage's first step and the shapes of its 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from absl import logging
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.scorers import DELAYED, build_scorer
 from jaxrl_llm.app.composition.shapes import stage_shape
-from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, StageConfig
+from jaxrl_llm.app.schema import (
+  BASE,
+  AlgorithmConfig,
+  Config,
+  CriticConfig,
+  StageConfig,
+  stage_of_best,
+)
 from jaxrl_llm.app.sources import Examples, Followed, Pairs, Recorded, Rollouts
 from jaxrl_llm.config.own import named_pair
 from jaxrl_llm.config.values import from_json
@@ -28,6 +37,9 @@ from jaxrl_llm.ops.logprobs import plan_token_chunk
 from jaxrl_llm.parallel.mesh import SEQUENCE
 from jaxrl_llm.parallel.rules import parts
 from jaxrl_llm.rollout.workflow import WorkflowConfig
+
+Head = Literal['lm', 'scalar']
+"""Head of the model that a stage trains: that of a policy, or of a reward model."""
 
 
 def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
@@ -150,7 +162,7 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
   imitates = isinstance(source, Rollouts) and source.selection.imitates
   expert_rows = source.expert_rows if isinstance(source, Rollouts) else 0
   if name in PAIRWISE and not pairs:
-    others = 'Stored with run=… and' if algorithm.head == 'scalar' else 'Rollouts or Stored with'
+    others = 'Stored with' if algorithm.head == 'scalar' else 'Rollouts or Stored with'
     raise UserError(
       f'{where}.source: {name} learns from pairs; set Pairs, or {others} '
       "selection.kind='pairs' or 'margin'"
@@ -182,7 +194,7 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
   if algorithm.head == 'scalar' and groups:
     raise UserError(
       f'{where}.source: {name} trains a reward model, which generates no text; set Pairs, '
-      "or Stored with run=… and selection.kind='pairs' or 'margin'"
+      "or Stored with selection.kind='pairs' or 'margin'"
     )
   _check_reference(stage, config, algorithm)
   if algorithm.critic_loss is None and stage.critic != CriticConfig():
@@ -348,17 +360,93 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
     logging.warning('%s', text)
 
 
-def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
-  """Returns the spec of the stages' model: a policy, or a reward model with one output."""
-  heads = {
+def _heads(config: Config) -> dict[str, Head]:
+  """Returns the head of the model that each stage trains, keyed by stage name."""
+  return {
     stage.name: build_algorithm(stage.algorithm, _setting(stage, config)).head
     for stage in config.stages
   }
-  if len(set(heads.values())) > 1:
+
+
+def reward_stages(config: Config) -> frozenset[str]:
+  """Returns the names of the stages that train a reward model, if the run also trains a policy."""
+  if config.reward_model is None or config.reward_model.stage is None:
+    return frozenset()
+  return frozenset(name for name, head in _heads(config).items() if head == 'scalar')
+
+
+def origins(name: str, config: Config) -> tuple[str, ...]:
+  """Returns the names of the weights with which a stage begins: those of `StageConfig.init_from`,
+  or the last stage that trained the policy if the stage trains it and the previous one does not.
+  The result is empty if the stage continues with the weights of the previous stage.
+  """
+  index = next(i for i, stage in enumerate(config.stages) if stage.name == name)
+  if named := config.stages[index].init_from:
+    return named
+  reward_names, names = reward_stages(config), [stage.name for stage in config.stages]
+  if index == 0 or name in reward_names or names[index - 1] not in reward_names:
+    return ()
+  of_policy = [before for before in names[:index] if before not in reward_names]
+  return (of_policy[-1],) if of_policy else (BASE,)
+
+
+def _check_reward_stages(config: Config, heads: Mapping[str, Head]) -> None:
+  """Raises UserError if the stages that train a reward model, and those that train the policy, do
+  not fit together.
+  """
+  trained = config.reward_model.stage if config.reward_model is not None else None
+  scalar = [name for name, head in heads.items() if head == 'scalar']
+  if trained is not None and trained not in scalar:
     raise UserError(
-      f'stages: {heads} train models with different outputs; train them in separate runs'
+      f'reward_model.init_from: {config.reward_model.init_from!r} trains no reward model; '
+      + (f"wanted 'stage:' before one of {scalar}" if scalar else 'no stage does')
     )
-  (head,) = set(heads.values())
+  if len(set(heads.values())) > 1 and trained is None:
+    raise UserError(
+      f'stages: {heads} train models with different outputs; train them in separate runs, or let '
+      f"the trainer score with the reward model (reward_model.init_from='stage:{scalar[-1]}')"
+    )
+  if trained is not None and trained != scalar[-1]:
+    raise UserError(
+      f'stages.{scalar[-1]}: its reward model is not used; remove the stage, or set '
+      f"reward_model.init_from='stage:{scalar[-1]}'"
+    )
+  for before, stage in itertools.pairwise((None, *config.stages)):
+    where, head = f'stages.{stage.name}', heads[stage.name]
+    if before is not None and stage.keep_optimizer and head != heads[before.name]:
+      raise UserError(
+        f'{where}.keep_optimizer: {before.name} before it trains a model of another output; remove '
+        'keep_optimizer'
+      )
+    kinds = {heads.get(stage_of_best(name) or name, 'lm') for name in stage.init_from}
+    for name in stage.init_from:
+      if heads.get(stage_of_best(name) or name) != 'scalar':
+        continue
+      if head != 'scalar':
+        raise UserError(
+          f'{where}.init_from: {name!r} trains a reward model, which generates no text; name a '
+          'stage that trains the policy'
+        )
+      if (of_best := stage_of_best(name)) is not None:
+        raise UserError(
+          f'{where}.init_from: {name!r}, and no evaluation measures a reward model; name its end, '
+          f'{of_best!r}'
+        )
+    if len(kinds) > 1:
+      raise UserError(
+        f'{where}.init_from: {list(stage.init_from)} are weights of a policy and of a reward '
+        'model, which have no mean; name weights of one kind'
+      )
+
+
+def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
+  """Returns the spec of the model that the run trains: a policy, or a reward model with one output
+  if all stages train one. In a run of both, stages that train a reward model replace the policy's
+  head (`state.model_of`).
+  """
+  heads = _heads(config)
+  _check_reward_stages(config, heads)
+  head = 'lm' if 'lm' in heads.values() else 'scalar'
   if head == 'scalar' and config.evaluation:
     raise UserError(
       'evaluation: a reward model generates no text; measure it on held-out pairs (source.held_out)'

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.initial_weights import checkpoint_directory, model_directory
 from jaxrl_llm.app.composition.setup import Setup
+from jaxrl_llm.app.composition.stages import origins
 from jaxrl_llm.app.schema import BASE, Config, stage_of_best
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import UserError
@@ -40,7 +41,7 @@ from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model, build_model
-from jaxrl_llm.models.heads import fresh_head, with_head
+from jaxrl_llm.models.heads import fresh_head, has_head, with_head
 from jaxrl_llm.rollout.publisher import Gatherer, stacked_name
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.weights.hf import read_spec
@@ -55,30 +56,50 @@ def critic_model(model: Model) -> Model:
   )
 
 
-def origins(stage: Stage, config: Config) -> tuple[str, ...]:
-  """Returns the names of the weights with which the stage begins (`StageConfig.init_from`)."""
-  return next(s for s in config.stages if s.name == stage.name).init_from
+def model_of(stage: Stage, model: Model) -> Model:
+  """Returns the model that a stage trains.
+
+  Args:
+    model: the run's model. If it is a policy and the stage trains a reward model, the result has
+      the policy's architecture with one output.
+  """
+  head = stage.algorithm.head
+  if head == model.spec.head:
+    return model
+  return build_model(with_head(model.spec, head), model.options, model.mesh)
 
 
 def commits_needed(
   config: Config, stages: Sequence[Stage], step: int, bests: Mapping[str, tuple[float, int]]
 ) -> frozenset[int]:
-  """Returns the steps of the commits whose weights are needed by stages that begin after `step`. If
-  a later stage begins with the best weights of a stage that has not ended, the commit of the best
-  evaluation so far is included.
+  """Returns the steps of the commits whose weights are needed after `step`: by stages that begin
+  later, and as a reward model that scores rollouts. If a later stage begins with the best weights
+  of a stage that has not ended, the commit of the best evaluation so far is included.
 
   Args:
     bests: as in `LoopState.bests`.
   """
   ends = {stage.name: stage.end for stage in stages}
-  names = _awaited(config, stages, step)
+  names = _awaited(config, stages, step) | _awaited_as_reward_model(config, stages, step)
   ended = {ends[name] for name in names & ends.keys() if ends[name] <= step}
   return frozenset(ended | {bests[of][1] for name in names if (of := stage_of_best(name)) in bests})
 
 
 def _awaited(config: Config, stages: Sequence[Stage], step: int) -> set[str]:
   """Returns the names of the weights with which stages begin after `step`."""
-  return {name for stage in stages if stage.start >= step for name in origins(stage, config)}
+  return {name for stage in stages if stage.start >= step for name in origins(stage.name, config)}
+
+
+def _awaited_as_reward_model(config: Config, stages: Sequence[Stage], step: int) -> set[str]:
+  """Returns the name of the stage that trains the reward model, if rollouts after `step` are scored
+  with it.
+  """
+  trained = config.reward_model.stage if config.reward_model is not None else None
+  scored = any(
+    built.end > step and config.scored_by_trainer(stage)
+    for built, stage in zip(stages, config.stages, strict=True)
+  )
+  return {trained} if trained is not None and scored else set()
 
 
 def first_suite(config: Config) -> Json:
@@ -142,7 +163,7 @@ def starting_state(stage: Stage, setup: Setup, state: LoopState) -> LoopState:
     UserError: a commit from which the stage takes weights no longer exists, or the stage begins
       with the best weights of a stage whose evaluations had no scored answer.
   """
-  names = origins(stage, setup.config)
+  names = origins(stage.name, setup.config)
   weights = [_weights_of(name, stage, setup, state) for name in names]
   params = weights[0] if len(weights) == 1 else _mean(weights)
   policy = TrainState(params=params, opt_state=None, updates=None, skipped=None)
@@ -155,7 +176,7 @@ def _weights_of(name: str, stage: Stage, setup: Setup, state: LoopState) -> Para
   """
   if name == BASE:
     return initial_params(setup.config, setup.model, setup.process.mesh)[0]
-  checkpoints, where = setup.checkpoints, f'stages.{stage.name}.init_from'
+  where = f'stages.{stage.name}.init_from'
   if (of_best := stage_of_best(name)) is None:
     step = next(earlier.end for earlier in setup.stages if earlier.name == name)
   elif of_best in state.bests:
@@ -168,6 +189,17 @@ def _weights_of(name: str, stage: Stage, setup: Setup, state: LoopState) -> Para
     )
   if step == stage.start:
     return state.learned.policy.params
+  return _committed_params(step, setup, where, name)
+
+
+def _committed_params(step: int, setup: Setup, where: str, name: str) -> Params:
+  """Returns the trained parameters of the commit at `step`.
+
+  Args:
+    where: field of the configuration that names the commit, for error messages.
+    name: value of this field.
+  """
+  checkpoints = setup.checkpoints
   if step not in checkpoints.steps():
     raise UserError(
       f'{where}: the commit at step {step} ({name}) no longer exists, only those of '
@@ -176,6 +208,45 @@ def _weights_of(name: str, stage: Stage, setup: Setup, state: LoopState) -> Para
   trained_by = next(s for s in setup.stages if s.name == checkpoints.host(step)['stage'])
   restored = restore_state(trained_by, step, checkpoints, setup.model, setup.process.mesh)
   return restored.learned.policy.params
+
+
+def reward_params(setup: Setup) -> Params:
+  """Reads the parameters of the trainer's reward model onto the mesh, from its files or from the
+  commit at the end of the stage that trained it.
+  """
+  role, mesh = setup.reward_model, setup.process.mesh
+  if role.files is not None:
+    return role.read(mesh)
+  chosen = setup.config.reward_model
+  step = next(stage.end for stage in setup.stages if stage.name == chosen.stage)
+  params = _committed_params(step, setup, 'reward_model.init_from', chosen.init_from)
+  return _of_type(params, chosen.dtype)
+
+
+def untrained_reward_params(setup: Setup, policy: Params) -> Params:
+  """Returns parameters of a reward model that a stage of the run has yet to train: those of the
+  policy with a new head. Nothing is shared with `policy`.
+  """
+  role, chosen = setup.reward_model, setup.config.reward_model
+  params = _with_head_of(role.model, setup.config, setup.process.mesh, policy)
+  return copy_params(_of_type(params, chosen.dtype))
+
+
+def _of_type(params: Params, dtype: str) -> Params:
+  """Returns the parameters in a data type, with their shardings."""
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+  convert = jax.jit(
+    lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree), out_shardings=shardings
+  )
+  return convert(params)
+
+
+def _with_head_of(model: Model, config: Config, mesh: Mesh, params: Params) -> Params:
+  """Returns `params` with a new head if they have another one than `model`."""
+  if has_head(params, model.spec):
+    return params
+  kernel = fresh_head(model.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
+  return with_output(model, mesh, params, kernel)
 
 
 def _mean(weights: Sequence[Params]) -> Params:
@@ -191,15 +262,21 @@ def _mean(weights: Sequence[Params]) -> Params:
 
 
 def begin_stage(
-  stage: Stage, config: Config, state: LoopState, mesh: Mesh, critic: Model
+  stage: Stage, config: Config, state: LoopState, mesh: Mesh, model: Model, critic: Model
 ) -> LoopState:
   """Returns the state with which a stage begins: the previous policy, and a copy of it as the
   reference if the algorithm needs one.
 
   The optimizer state is new. If the stage sets `keep_optimizer`, it contains the moments of the
-  previous stage's optimizer.
+  previous stage's optimizer. The head is new if the stage trains a reward model and the weights are
+  those of a policy.
+
+  Args:
+    model: model that the stage trains (`model_of`).
   """
   params, before = state.learned.policy.params, state.learned.policy.opt_state
+  if state.learned.base is None:
+    params = _with_head_of(model, config, mesh, params)
   reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference
   reference = copy_params(params) if reads and rule.every != 1 else None
   learned = Learned(
@@ -355,7 +432,7 @@ def committed_like(stage: Stage, model: Model, mesh: Mesh) -> dict[str, Any]:
   algorithm = stage.algorithm
   like = {
     'train': abstract_state(
-      model, stage.policy.optimizer, mesh, offload=stage.policy.config.offload
+      model_of(stage, model), stage.policy.optimizer, mesh, offload=stage.policy.config.offload
     )
   }
   if 'reference' in algorithm.reads and algorithm.reference.every != 1:

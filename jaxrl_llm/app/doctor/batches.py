@@ -27,10 +27,12 @@ from jaxrl_llm.app.doctor.divergence import kl_gradient
 from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
 from jaxrl_llm.app.dry_run.compiled import Compilation, compile_program
 from jaxrl_llm.app.dry_run.programs import Program
+from jaxrl_llm.app.offline.reopen import Reopened
 from jaxrl_llm.app.schema import StageConfig
 from jaxrl_llm.app.sources import Followed, Rollouts
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.learner.algorithm import Constants
+from jaxrl_llm.learner.state import TrainState, copy_params
 from jaxrl_llm.master.batches import Planner
 from jaxrl_llm.master.exploring.explorer import NothingToLearn
 from jaxrl_llm.master.exploring.selection import Experience
@@ -121,11 +123,7 @@ class StageTrials:
   `findings` runs the stages, and yields the findings of each stage as soon as the stage has ended.
   """
 
-  def __init__(self, setup: Setup, resources: Resources):
-    # There are no commits to start from, so every stage continues with the weights of the stage
-    # before it.
-    stages = tuple(dataclasses.replace(s, init_from=()) for s in setup.config.stages)
-    setup = dataclasses.replace(setup, config=dataclasses.replace(setup.config, stages=stages))
+  def __init__(self, setup: Reopened, resources: Resources):
     self._setup, self._resources = setup, resources
     self._publisher: Publisher = build_publisher(setup, resources.engine)
     self._planner = Planner(
@@ -135,7 +133,8 @@ class StageTrials:
       stop=asyncio.get_running_loop().create_future(),
     )
     reward_model = setup.reward_model
-    self._reward_model = reward_model.role(leads=True) if reward_model is not None else None
+    tokenizer = setup.prepared.tokenizer
+    self._reward_model = reward_model and reward_model.role(leads=True, policy=tokenizer)
     self._process_bytes = 0
     self._state: LoopState | None = None
     """Newest state of training. Earlier states are unusable, because their buffers were donated to
@@ -146,7 +145,9 @@ class StageTrials:
     """Estimated seconds for evaluating all tasks of a suite, keyed by the suite's name."""
 
   async def findings(self, state: LoopState) -> AsyncIterator[Finding]:
-    enter = stage_entrance(self._setup)
+    # There are no commits to start from, so every stage continues with the weights of the stage
+    # before it.
+    enter = stage_entrance(self._setup, from_commits=False)
     configs = self._setup.config.stages
     complete, self._state = True, state
     for stage, config in zip(self._setup.stages, configs, strict=True):
@@ -163,7 +164,11 @@ class StageTrials:
       trial = StageTrial(stage=stage, first=complete)
       last = stage is self._setup.stages[-1]
       budget = _MEASURED if last or stage.explores else _PREPARING
-      error = None
+      error, policy = None, None
+      if stage.algorithm.head != self._setup.model.spec.head:
+        # The stage trains a reward model in place of the policy.
+        params = self._state.learned.policy.params
+        policy = await self._setup.process.device.run(copy_params, params)
       try:
         begun = dataclasses.replace(self._state, step=stage.start)
         trainer, self._state = await enter(stage, begun)
@@ -174,6 +179,10 @@ class StageTrials:
       for finding in _of_trial(trial, config, error):
         yield finding
       complete = complete and self._state.step >= stage.end
+      if policy is not None:
+        kept = TrainState(params=policy, opt_state=None, updates=None, skipped=None)
+        learned = self._state.learned._replace(policy=kept)
+        self._state = dataclasses.replace(self._state, learned=learned)
     for finding in await self._evaluation(self._state):
       yield finding
 

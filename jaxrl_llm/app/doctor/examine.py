@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Mapping
 
@@ -26,7 +27,12 @@ from jaxrl_llm.app.composition.prepare import (
 from jaxrl_llm.app.composition.resources import Resources, open_resources
 from jaxrl_llm.app.composition.reward_role import build_reward_model
 from jaxrl_llm.app.composition.scorers import build_scorers
-from jaxrl_llm.app.composition.state import committed_state, critic_model
+from jaxrl_llm.app.composition.state import (
+  committed_state,
+  critic_model,
+  reward_params,
+  untrained_reward_params,
+)
 from jaxrl_llm.app.composition.workdir import check_configuration, has_commits, is_live
 from jaxrl_llm.app.doctor import data as texts
 from jaxrl_llm.app.doctor import environment
@@ -155,7 +161,8 @@ async def _opened(
   async with contextlib.AsyncExitStack() as opened:
     try:
       past = await opened.enter_async_context(reopen(config, run, load))
-      past = dataclasses.replace(past, reward_model=build_reward_model(config, past.process.mesh))
+      reward_model = build_reward_model(config, past.process.mesh, past.model)
+      past = dataclasses.replace(past, reward_model=reward_model)
     except UserError as error:
       if data is not None:
         findings.add(*texts.leakage(data))
@@ -243,7 +250,13 @@ async def _weights(past: Reopened, findings: Findings) -> LoopState | None:
     state, _ = await past.process.device.run(committed_state, past, 0)
     learned = state.learned
     if past.reward_model is not None:
-      params = await past.process.device.run(past.reward_model.read, past.process.mesh)
+      reading = (
+        functools.partial(reward_params, past)
+        if past.reward_model.files is not None
+        # The doctor has no weights of the stage that trains the model.
+        else functools.partial(untrained_reward_params, past, learned.policy.params)
+      )
+      params = await past.process.device.run(reading)
       state = dataclasses.replace(state, learned=learned._replace(reward_model=params))
     bad = await past.process.device.run(_not_finite, learned.whole(learned.policy.params))
     if not bad:

@@ -223,7 +223,7 @@ def plan(
     model=model,
     critic=critic_model(model),
     setting=engine_setting(config, workdir, prepared),
-    reward_model=build_reward_model(config, mesh),
+    reward_model=build_reward_model(config, mesh, model),
   )
 
 

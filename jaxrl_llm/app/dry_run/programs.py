@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.loop_parts import build_gatherer
 from jaxrl_llm.app.composition.reward_role import TrainerRewardModel
+from jaxrl_llm.app.composition.state import model_of
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.batching.chunks import Chunks, shapes
 from jaxrl_llm.batching.plan import Shape
@@ -55,7 +56,7 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   """Yields the programs of each role: the update if it is trained, and passes for logprobs or
   values.
   """
-  algorithm, shape = stage.algorithm, stage.shape
+  algorithm, shape, model = stage.algorithm, stage.shape, model_of(stage, model)
   tokens = shape.total_chunks * shape.chunk_len
   pairs = causal_pairs([shape.chunk_len] * shape.total_chunks)
   arrays = batch_shapes(shape, mesh), jax.ShapeDtypeStruct((), np.int32)
@@ -190,7 +191,12 @@ def held(
   if model.options.lora is not None:
     add('base', abstract_base(model, mesh))
   for stage in stages:
-    state = abstract_state(model, stage.policy.optimizer, mesh, offload=stage.policy.config.offload)
+    state = abstract_state(
+      model_of(stage, model),
+      stage.policy.optimizer,
+      mesh,
+      offload=stage.policy.config.offload,
+    )
     algorithm, committed = stage.algorithm, [state]
     add('policy', state.params)
     add('gradients', state.params)

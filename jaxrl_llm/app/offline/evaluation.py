@@ -8,6 +8,7 @@ from typing import Any
 
 from absl import logging
 
+from jaxrl_llm.app.composition.stages import reward_stages
 from jaxrl_llm.app.offline.reopen import reopen, serving
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.errors import UserError
@@ -19,13 +20,18 @@ def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None
   """Returns the sorted steps of the commits to measure; 0 is the initial policy.
 
   Args:
-    wanted: requested steps; None for all commits that exist.
+    wanted: requested steps; None for all commits of a policy.
 
   Raises:
     UserError: a requested commit does not exist, or the run has no commit.
   """
-  kept = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True).steps()
-  if wanted is None and not kept:
+  checkpoints = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True)
+  kept = checkpoints.steps()
+  if reward_names := reward_stages(config):
+    of_policy = [step for step in kept if checkpoints.host(step)['stage'] not in reward_names]
+  else:
+    of_policy = kept
+  if wanted is None and not of_policy:
     raise UserError(f'--workdir={run}: no commit yet; --steps=0 measures the initial policy')
   missing = sorted(set(wanted or ()) - {0, *kept})
   if missing:
@@ -33,7 +39,7 @@ def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None
       f'--steps: no commit at step {missing[0]} in {run}; kept are '
       f'{", ".join(map(str, kept)) or "none"}'
     )
-  return kept if wanted is None else sorted(set(wanted))
+  return of_policy if wanted is None else sorted(set(wanted))
 
 
 async def evaluate(

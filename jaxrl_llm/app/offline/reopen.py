@@ -158,7 +158,16 @@ class Reopened(Setup):
   async def policy(self, step: int) -> Params:
     """Loads only the policy's parameters at `step`, joined with the frozen base if there are
     adapters.
+
+    Raises:
+      UserError: the commit has a reward model in place of the policy.
     """
+    stage = next((stage for stage in self.stages if stage.start < step <= stage.end), None)
+    if stage is not None and stage.algorithm.head != self.model.spec.head:
+      raise UserError(
+        f'step {step}: stage {stage.name} trains a reward model, so its commits have no policy; '
+        f'wanted a commit up to step {stage.start} or after step {stage.end}'
+      )
     return await self.process.device.run(self._policy, step)
 
   def _state(self, step: int) -> LoopState:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import judged
 import pytest
 from paths import ROOT
 
@@ -90,6 +91,43 @@ def test_what_may_not_change_and_why(config, step, key, value, why, newest):
   changed = apply_overrides(config, {key: value})
   (found,) = refused(to_json(config), changed, step)
   assert found.change.key.startswith(key) and why in found.why and found.newest == newest
+
+
+@pytest.mark.parametrize(
+  ('before', 'after', 'may_change'),
+  [
+    ('runs/a', 'runs/b', True),
+    ('stage:preferred', 'runs/a', False),
+    ('runs/a', 'stage:preferred', False),
+    ('stage:preferred', 'stage:sft', False),
+  ],
+)
+def test_a_run_keeps_the_stage_that_trains_its_reward_model(before, after, may_change):
+  old, new = (
+    apply_overrides(judged.get_config(), {'reward_model.init_from': source})
+    for source in (before, after)
+  )
+  step = old.stages[0].steps + 5
+  found = refused(to_json(old), new, step)
+  assert [refusal.change.key for refusal in found] == ['reward_model.init_from'] * (not may_change)
+  problems = misfits(to_json(old), new, step)
+  assert [reset for _, reset in problems] == [None] * (not may_change)
+
+
+def test_a_policy_that_begins_after_a_reward_model_keeps_the_weights_of_the_run(tmp_path):
+  """Its first stage begins with those with which the run began, although it does not say so."""
+  config = judged.get_config()
+  old = dataclasses.replace(config, stages=config.stages[1:])
+  new = dataclasses.replace(
+    old, policy=dataclasses.replace(old.policy, init_from=str(tmp_path / 'model'))
+  )
+  begun = old.stages[0].steps
+  for step, words in (
+    (5, 'stage grpo begins with the initial'),
+    (begun + 5, ''),
+  ):
+    found = [str(problem) for problem, _ in misfits(to_json(old), new, step)]
+    assert [words in problem for problem in found] == [True] * bool(words)
 
 
 def test_stages_stay_and_so_does_the_data_that_trains_while_that_of_evaluations_may_change(config):

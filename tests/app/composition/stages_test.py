@@ -7,11 +7,12 @@ import functools
 import sys
 
 import jax
+import judged
 import pytest
 from paths import ROOT
 
 from jaxrl_llm.app.composition.prepare import prepare
-from jaxrl_llm.app.composition.stages import build_stages, model_spec
+from jaxrl_llm.app.composition.stages import build_stages, model_spec, origins
 from jaxrl_llm.app.composition.static_rows import preferences_file
 from jaxrl_llm.app.schema import AlgorithmConfig, Config, CriticConfig, RolloutConfig
 from jaxrl_llm.app.sources import Pairs
@@ -63,7 +64,8 @@ def delayed(*, bound: int, **options) -> Config:
 SHIPPED = ['quickstart.py', 'ppo.py', 'opmd.py', 'mix.py', 'mix.py:grpo', 'mix.py:sft', 'dpo.py',
            'dpo.py:online', 'dpo.py:rejection', 'reward_model.py', 'gsm8k_pairs.py:dpo,x',
            'gsm8k_pairs.py:reward_model,x', 'grpo.py:dapo', 'lora.py', 'lora.py:base', 'smollm2.py',
-           'smollm2.py:lora', 'r1.py', 'r1.py:without_reasoning', 'kimi.py',
+           'smollm2.py:lora', 'r1.py', 'r1.py:without_reasoning',
+           'r1.py:without_helpfulness', 'r1.py:without_all_rewards', 'kimi.py',
            'kimi.py:without_long_cot', 'kimi.py:without_curriculum',
            'kimi.py:without_rl_length']  # fmt: skip
 
@@ -135,7 +137,7 @@ def test_a_schedule_counts_the_updates_that_are_taken():
     (changed('quickstart.py', algorithm=AlgorithmConfig(name='mix')), 'mix needs expert rows'),
     (
       changed('quickstart.py', algorithm=AlgorithmConfig(name='reward_model')),
-      'reward_model learns from pairs; set Pairs, or Stored with run=… and selection',
+      'reward_model learns from pairs; set Pairs, or Stored with selection',
     ),
     (
       changed('quickstart.py', algorithm=AlgorithmConfig(name='grpo', options=REFERENCE)),
@@ -200,6 +202,74 @@ def test_models_of_two_kinds_are_runs_of_their_own():
     )
   with pytest.raises(UserError, match='generates no text'):
     model_spec(config, dataclasses.replace(spec, head='scalar', tie_word_embeddings=False))
+
+
+def judged_with(stages: dict, *, init_from: str = 'preferred') -> Config:
+  """The configuration of tests/support/judged.py with other stages: copies of its own, keyed by
+  name, each with the name of the original and the fields that differ.
+  """
+  config = judged.get_config()
+  known = {stage.name: stage for stage in config.stages}
+  built = tuple(
+    dataclasses.replace(known[original], name=name, **fields)
+    for name, (original, fields) in stages.items()
+  )
+  reward_model = dataclasses.replace(config.reward_model, init_from=f'stage:{init_from}')
+  return dataclasses.replace(config, stages=built, reward_model=reward_model)
+
+
+@pytest.mark.parametrize(
+  ('stages', 'init_from', 'begins'),
+  [
+    ({'sft': ('sft', {}), 'preferred': ('preferred', {}), 'grpo': ('grpo', {})}, 'preferred',
+     {'sft': (), 'preferred': (), 'grpo': ('sft',)}),
+    ({'preferred': ('preferred', {}), 'grpo': ('grpo', {}), 'more': ('grpo', {})}, 'preferred',
+     {'preferred': (), 'grpo': ('base',), 'more': ()}),
+    ({'sft': ('sft', {}), 'a': ('preferred', {}), 'b': ('preferred', {'init_from': ('sft',)}),
+      'grpo': ('grpo', {})}, 'b', {'a': (), 'b': ('sft',), 'grpo': ('sft',)}),
+    ({'sft': ('sft', {}), 'more': ('sft', {}), 'preferred': ('preferred', {}),
+      'grpo': ('grpo', {'init_from': ('sft', 'more')})}, 'preferred', {'grpo': ('sft', 'more')}),
+  ],
+)  # fmt: skip
+def test_a_policy_continues_with_the_last_stage_that_trained_it(stages, init_from, begins):
+  config = judged_with(stages, init_from=init_from)
+  assert model_spec(config, tiny('llama', 30)).head == 'lm'
+  assert {name: origins(name, config) for name in begins} == begins
+
+
+IN_ORDER = {'sft': ('sft', {}), 'preferred': ('preferred', {}), 'grpo': ('grpo', {})}
+
+
+@pytest.mark.parametrize(
+  ('changes', 'init_from', 'words'),
+  [
+    ({}, 'sft', "reward_model.init_from: 'stage:sft' trains no reward model; wanted 'stage:' "
+     "before one of ['preferred']"),
+    ({'preferred': ('sft', {})}, 'sft', 'trains no reward model; no stage does'),
+    ({'later': ('preferred', {})}, 'preferred', 'stages.later: its reward model is not used'),
+    ({'grpo': ('grpo', {'keep_optimizer': True})}, 'preferred',
+     'stages.grpo.keep_optimizer: preferred before it trains a model of another output'),
+    ({'preferred': ('preferred', {'keep_optimizer': True})}, 'preferred',
+     'stages.preferred.keep_optimizer: sft before it trains a model of another output'),
+    ({'grpo': ('grpo', {'init_from': ('preferred',)})}, 'preferred',
+     "stages.grpo.init_from: 'preferred' trains a reward model, which generates no text"),
+    ({'preferred': ('preferred', {'evaluate_every': 2}),
+      'grpo': ('grpo', {'init_from': ('best:preferred',)})}, 'preferred',
+     "stages.grpo.init_from: 'best:preferred' trains a reward model, which generates no text"),
+    ({'preferred': ('preferred', {'evaluate_every': 2}),
+      'grpo': ('preferred', {'init_from': ('best:preferred',)}), 'last': ('grpo', {})}, 'grpo',
+     "stages.grpo.init_from: 'best:preferred', and no evaluation measures a reward model; name its "
+     "end, 'preferred'"),
+    ({'grpo': ('preferred', {'init_from': ('sft', 'preferred')}), 'last': ('grpo', {})}, 'grpo',
+     "stages.grpo.init_from: ['sft', 'preferred'] are weights of a policy and of a reward model"),
+  ],
+)  # fmt: skip
+def test_reward_models_and_policies_that_do_not_fit_together_are_refused(changes, init_from, words):
+  assert model_spec(judged_with(IN_ORDER), tiny('llama', 30)).head == 'lm'
+  config = judged_with(IN_ORDER | changes, init_from=init_from)
+  with pytest.raises(UserError) as caught:
+    model_spec(config, tiny('llama', 30))
+  assert words in str(caught.value) and '\n' not in str(caught.value)
 
 
 SMALL = {'tasksets.train.size': '2000', 'tasksets.eval.size': '2000',

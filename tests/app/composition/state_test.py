@@ -4,16 +4,22 @@ import dataclasses
 import types
 
 import jax
+import judged
 import numpy as np
 import pytest
 from paths import ROOT
 
+from jaxrl_llm.app.composition.reward_role import build_reward_model
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_stages
 from jaxrl_llm.app.composition.state import (
+  begin_stage,
   commits_needed,
   committed_bests,
+  critic_model,
   first_suite,
+  model_of,
+  reward_params,
   starting_state,
   unknown_bests,
 )
@@ -127,3 +133,105 @@ def test_a_stage_begins_with_the_mean_of_the_best_evaluation_and_the_end_of_anot
   )
   with pytest.raises(UserError, match="'best:sft', but no evaluation of sft had a scored answer"):
     starting_state(stages[-1], setup, dataclasses.replace(state, bests={}))
+
+
+STEPS = {'sft': 6, 'preferred': 4, 'grpo': 5, 'last': 3}
+"""Steps of the stages of a run whose second one trains the reward model of the third."""
+
+
+@pytest.fixture(scope='module')
+def scored():
+  config = judged.get_config()
+  last = dataclasses.replace(config.stages[-1], name='last')
+  source = dataclasses.replace(last.source, rewards={'verifier': 1.0})
+  stages = (*config.stages, dataclasses.replace(last, source=source))
+  config = dataclasses.replace(config, stages=stages)
+  return apply_overrides(config, {f'stages.{n}.steps': str(steps) for n, steps in STEPS.items()})
+
+
+@pytest.mark.parametrize(
+  ('step', 'needed'),
+  [
+    (5, set()),
+    (6, {6}),  # `grpo` continues with the policy, although another stage comes between.
+    (9, {6}),
+    (10, {6, 10}),
+    (11, {10}),
+    (14, {10}),  # A run that is killed in `grpo` needs the reward model again.
+    (15, set()),  # `last` is scored without it.
+    (18, set()),
+  ],
+)
+def test_the_commit_of_a_reward_model_is_kept_as_long_as_it_scores(scored, mesh, step, needed):
+  assert commits_needed(scored, build_stages(scored, mesh, 30, {}), step, {}) == needed
+
+
+@pytest.mark.parametrize('tied', [False, True])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_policy_and_reward_model_of_a_run_each_keep_their_weights(
+  scored, mesh, tmp_path, dtype, tied
+):
+  """The reward model begins with the body of the policy, and the policy goes on without it."""
+  scored = apply_overrides(scored, {'reward_model.dtype': dtype})
+  shape = dict(
+    num_hidden_layers=1, hidden_size=16, intermediate_size=16, head_dim=8, num_attention_heads=2
+  )
+  spec = tiny('qwen3', 12, num_key_value_heads=1, tie_word_embeddings=tied, **shape)
+  model = build_model(spec, mesh=mesh)
+  stages = build_stages(scored, mesh, 12, {})
+  sft, preferred, grpo, _ = stages
+  setup = Setup(
+    config=scored,
+    workdir=tmp_path,
+    stages=stages,
+    model=model,
+    checkpoints=Checkpoints(tmp_path / 'checkpoints', CheckpointConfig(keep=9), leads=True),
+    process=types.SimpleNamespace(mesh=mesh),
+    reward_model=build_reward_model(scored, mesh, model),
+    explorer_command=None,
+  )
+
+  def save(step, stage, params):
+    train = init_state(params, stage.policy.optimizer, mesh)
+    host = {'stage': stage.name, 'evaluated': True, 'reference_step': 0, 'algorithm_state': None}
+    setup.checkpoints.save(step, {'train': train}, host)
+
+  policy = init_params(model, mesh, seed=1)
+  save(6, sft, policy)
+  state = LoopState(Learned(TrainState(policy, None, None, None)), 6)
+  critic = critic_model(model)
+  begun = begin_stage(preferred, scored, state, mesh, model_of(preferred, model), critic)
+  found = begun.learned.policy.params
+  assert found['head']['kernel'].shape == (1, 16) and np.std(found['head']['kernel']) > 0
+  same = {name: found[name] for name in found if name != 'head'}
+  jax.tree.map(np.testing.assert_array_equal, same, {name: policy[name] for name in same})
+
+  trained = jax.tree.map(lambda leaf: leaf + 1.0, found)
+  save(10, preferred, trained)
+  state = LoopState(Learned(TrainState(trained, None, None, None)), 10)
+  after = starting_state(grpo, setup, state).learned.policy.params
+  jax.tree.map(np.testing.assert_array_equal, after, policy)
+  scorer = reward_params(setup)
+  jax.tree.map(
+    lambda x, wanted: np.testing.assert_array_equal(x, np.asarray(wanted.astype(dtype))),
+    *(scorer, trained),
+  )
+  assert {leaf.dtype.name for leaf in jax.tree.leaves(scorer)} == {dtype}
+
+
+def test_a_missing_commit_of_the_reward_model_is_one_line(scored, mesh, tmp_path):
+  model = build_model(tiny('qwen3', 12), mesh=mesh)
+  setup = Setup(
+    config=scored,
+    workdir=tmp_path,
+    stages=build_stages(scored, mesh, 12, {}),
+    model=model,
+    checkpoints=Checkpoints(tmp_path / 'checkpoints', CheckpointConfig(), leads=True),
+    process=types.SimpleNamespace(mesh=mesh),
+    reward_model=build_reward_model(scored, mesh, model),
+    explorer_command=None,
+  )
+  with pytest.raises(UserError, match=r'^[^\n]*$') as caught:
+    reward_params(setup)
+  message = 'reward_model.init_from: the commit at step 10 (stage:preferred) no longer exists, only'
+  assert message in str(caught.value)
