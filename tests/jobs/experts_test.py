@@ -71,3 +71,23 @@ def test_added_rows_are_trained_on_once_each_in_their_order_of_arrival_through_a
     'correction',
     *['run'] * best.added,
   ]
+
+
+@pytest.mark.acceptance
+def test_added_rows_of_two_processes_and_a_bound_are_trained_on_once_each_through_a_kill(tmp_path):
+  workdir, file = tmp_path / 'run', tmp_path / 'rows.jsonl'
+  file.write_text(''.join(json.dumps({'prompt': f'{w}>', 'answer': w[::-1]}) + '\n' for w in WORDS))
+  flags = ('--config.stages.1.source.bound=1', '--config.learner.mesh.fsdp=2')
+  process = job.start(workdir, *flags, config=config(), processes=2)
+  job.wait_for_rows(workdir, 1, process)
+  assert add_file(Run(workdir), file, 'ann').added == len(WORDS)
+  job.wait_for_rows(workdir, 12 + 1 + 3, process)
+  job.kill(process)
+  best = add_run(Run(workdir), job.quick_run(), ('grpo',), SelectionConfig(kind='best'), 'eve')
+  job.train(workdir, *flags, config=config(), processes=2)
+  order = [row.uid for row in arrived(workdir / 'replay', after=0)]
+  flat = [uid for uids in drawn(workdir) for uid in uids]
+  assert flat == order[: len(flat)] and len(order) == len(WORDS) + best.added
+  assert len(WORDS) < len(flat) and len(flat) == len({*flat})
+  report = audit(workdir / 'replay')
+  assert report.ok and f'trained: 1 times {len(flat)}' in report.experts, report.lines
