@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes the environment that compiles for TPUs and GPUs which are not here (launch/train.py --dry_run --topology=...):
-# the trainer's packages, libtpu, and JAX's CUDA plugin without CUDA.
+# Creates the environment that compiles for TPUs and GPUs that are not in this machine (launch/train.py --dry_run
+# --topology=...): the trainer's packages, libtpu, and JAX's CUDA plugin without CUDA.
 #
 #   bash launch/install_aot.sh [--target=DIR]
 #
-# DIR is .venv-aot, where `--topology` looks for it (1.5 GB). Installing is skipped where nothing changed.
+# DIR is .venv-aot by default, where `--topology` looks for it (1.5 GB). If nothing has changed, nothing is installed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SAY=install_aot
@@ -27,7 +27,7 @@ begin_separate_environment "$venv" "$python" install_aot launch/install_aot.sh p
 if [ -f "$constraints" ]; then
   say "installing the trainer's packages and the compilers into $venv (versions of $constraints)"
 else
-  say "installing the trainer's packages and the compilers into $venv; no tested versions are on record for Python $version"
+  say "installing the trainer's packages and the compilers into $venv; there are no tested versions for Python $version"
 fi
 install_packages "$venv" "$constraints" aot
 "$venv/bin/python" -c 'from importlib.metadata import version as v; print("install_aot: JAX", v("jax"), "libtpu", v("libtpu"), "CUDA plugin", v("jax-cuda12-plugin"))'

