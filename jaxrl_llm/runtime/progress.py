@@ -141,8 +141,8 @@ class ProgressDisplay:
     """Returns the estimated remaining time of the run as text.
 
     It is the number of remaining steps times the median duration of a step of this stage, or '?'
-    after the first one. The text begins with '~' if further stages follow, since their steps may be
-    faster or slower.
+    after the first step of a stage. The text begins with '~' if further stages follow, since their
+    steps may be faster or slower.
     """
     if not self._times:
       return '?'

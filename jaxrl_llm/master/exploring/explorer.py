@@ -714,8 +714,8 @@ class Explorer:
     """Returns the message for a reason of `GroupExpired`."""
     if reason == DIVERGED:
       return (
-        'made other requests when rollout.partial continued it: its environment, its tools or its '
-        'prompts did not repeat what they did before'
+        'made different requests when rollout.partial continued it: its environment, tools or '
+        'prompts did not behave as before'
       )
     return f'took too long ({reason}, limits {self._config.limits})'
 

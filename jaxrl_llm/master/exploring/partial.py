@@ -6,12 +6,13 @@ continues it. The group is scored and trained on once, when all of its samples h
 
 A workflow knows nothing of this. In each iteration it runs from its beginning, in this process or
 in an explorer, and `PartialGroup` answers its requests: those of earlier iterations with the stored
-tokens, the others with the engine. A request whose budget is spent is not answered any more. When
-every unfinished sample of the group waits for such an answer, the workflow is ended.
+tokens, the others with the engine. Once a sample has used up its budget, its further requests get
+no answer in this iteration. When every unfinished sample of the group has such a request, the
+workflow is stopped.
 
-Invariant: the budget is counted in tokens, so no clock decides where a sample is cut. This holds if
-a workflow makes the requests of a sample one after another and independently of other samples, and
-if the same answers lead it to the same requests.
+Invariant: the budget is counted in tokens, so no clock decides where a sample is cut. This holds
+only for workflows that make the requests of a sample one after another and independently of other
+samples, and that repeat the same requests when they get the same answers.
 
 Source: "Kimi k1.5: Scaling Reinforcement Learning with LLMs" (arXiv:2501.12599), section 2.6.2.
 """
@@ -95,8 +96,9 @@ class PartialConfig:
 
 
 _IDLE_S = 60.0
-"""Seconds without any request or answer after which the workflow of a group is ended, if a request
-waits whose budget is spent. Workflows in which samples wait for each other need this.
+"""Seconds without any request or answer after which the workflow of a group is stopped, if a sample
+that has used up its budget is waiting for an answer. Workflows whose samples wait for each other
+would otherwise hang.
 """
 SampleFunction = Callable[[Request], AsyncIterator[tuple[int, Completion]]]
 
@@ -108,7 +110,8 @@ class GroupCut(Exception):
   Attributes:
     spans: tokens that each sample generated in this iteration, keyed by sample index; empty if they
       are discarded, because the batch is full.
-    by_clock: whether the iteration ended because nothing happened for a while.
+    by_clock: whether the iteration ended because there was no request or answer for `_IDLE_S`
+      seconds.
   """
 
   def __init__(self, spans: Mapping[int, Span], *, by_clock: bool = False):
@@ -117,8 +120,8 @@ class GroupCut(Exception):
 
 
 class GroupDiverged(Exception):
-  """Raised when a workflow that was run again has not repeated its earlier requests, so that the
-  tokens of earlier iterations do not belong to it.
+  """Raised when a workflow that was run again has not repeated its earlier requests, so the tokens
+  of earlier iterations do not answer its requests.
   """
 
 
@@ -192,7 +195,7 @@ class PartialGroup:
     """Tokens of this iteration, keyed by the digest of the request, for each sample."""
     self._answers: dict[tuple[int, str], asyncio.Future[Completion]] = {}
     """Completion of each request, keyed by sample index and digest. A future stays pending if the
-    budget is spent.
+    sample has used up its budget.
     """
     self._generating: collections.Counter[int] = collections.Counter()
     """Number of requests that the engine is working on, keyed by sample index."""
@@ -212,15 +215,15 @@ class PartialGroup:
       task.cancel()
     await asyncio.gather(*self._tasks, return_exceptions=True)
     if not self._ended.cancel():
-      self._ended.exception()  # Otherwise, asyncio logs an error that nobody has read.
+      self._ended.exception()  # Otherwise, asyncio would log that it was never read.
 
   def covers(self, request: Request) -> bool:
     """Returns whether the request is for samples of the group. An explorer may send any index."""
     return request.first + request.samples <= len(self._new)
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    """Yields completions with their indices; see `Generator.generate`. A completion whose budget is
-    spent does not arrive. A request that is repeated gets the same completions.
+    """Yields completions with their indices; see `Generator.generate`. The completion of a sample
+    that has used up its budget is not yielded. A repeated request gets the same completions.
     """
     digest = _digest(request)
     indices = range(request.first, request.first + request.samples)
@@ -317,7 +320,7 @@ class PartialGroup:
   def _before(self, index: int, digest: str) -> Span | None:
     """Returns the completion of an earlier iteration that answers a request, or None."""
     stored = self._stored[index]
-    # A record without digests is of a sample that makes a single request.
+    # A record without digests belongs to a sample that makes only one request.
     key = '' if '' in stored else digest
     self._unrepeated[index].discard(key)
     return stored.get(key)
@@ -344,7 +347,7 @@ class PartialGroup:
     self._answers[index, digest].set_result(completion)
 
   def _changed(self) -> None:
-    """Ends the iteration if no sample can continue, and some are unfinished."""
+    """Ends the iteration if no sample can continue and some samples are unfinished."""
     self._changes += 1
     stuck = {index for index in self._held if not self._generating[index]} - self._finished
     if stuck and len(stuck) + len(self._finished) == len(self._new) and not self._ended.done():
@@ -352,8 +355,8 @@ class PartialGroup:
 
 
 def _digest(request: Request) -> str:
-  """Returns a digest that the requests of a completion have in common in all iterations."""
-  # The sampling parameters belong to it, because an explorer may repeat a request with others.
+  """Returns a digest of a request for a completion. It is the same in all iterations."""
+  # It covers the sampling parameters, because an explorer may repeat a request with different ones.
   sampling = request.sampling
   how = (request.key, sampling.temperature, sampling.top_p, sampling.top_k, request.stop_ids)
   digest = hashlib.blake2b(repr(how).encode(), digest_size=8)
@@ -394,7 +397,9 @@ _Valued = TypeVar('_Valued', Reward, Score)
 
 
 def _without_turns(reward: _Valued, hidden: int) -> _Valued:
-  """Adds the values of the first `hidden` turns to that of the next turn."""
+  """Adds the values of the first `hidden` turns to the value of the next turn or, if there is none,
+  to the value of the whole sample.
+  """
   if not hidden or not reward.turn_values:
     return reward
   earlier, later = math.fsum(reward.turn_values[:hidden]), reward.turn_values[hidden:]

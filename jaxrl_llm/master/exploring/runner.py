@@ -70,8 +70,8 @@ class GroupRunner:
   Attributes:
     workflow: generates the samples.
     scorers: pool that scores the samples.
-    clock_decisions: number of tries to run a group that a time limit has ended, or partial rollouts
-      in which nothing happened for a while.
+    clock_decisions: number of tries to run a group that a time limit has ended, and of iterations
+      of partial rollouts that ended because there was no request or answer for too long.
   """
 
   def __init__(

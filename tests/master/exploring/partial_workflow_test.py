@@ -235,7 +235,7 @@ def test_a_workflow_that_does_not_repeat_itself_is_dropped_with_the_reason(token
 
   run = Run(tokenizer, store, make=Fickle, max_dropped_groups=0)
   with pytest.raises(
-    NothingToLearn, match=r'made other requests when rollout\.partial continued it'
+    NothingToLearn, match=r'made different requests when rollout\.partial continued it'
   ):
     run.batches(0, 4)
   report = audit(store)
