@@ -92,7 +92,18 @@ def get_config(variant: str = '') -> Config:
       steps=60,
       optimizer=imitation,
     ),
-    dataclasses.replace(grpo, name='all_rewards', steps=70, evaluate_every=None),
+    dataclasses.replace(
+      grpo,
+      name='all_rewards',
+      # The reward model also ranks wrong answers. In a group without a right answer, its small
+      # scores would count as much as a right answer if they were divided by their standard
+      # deviation.
+      algorithm=dataclasses.replace(
+        grpo.algorithm, options={**grpo.algorithm.options, 'norm_adv_by_std': False}
+      ),
+      steps=70,
+      evaluate_every=None,
+    ),
   )
   concise = ScorerConfig(name='overlong', weight=0.5, options={'max_length': 7, 'buffer': 1})
   helpful = ScorerConfig(name='helpful', kind='reward_model', weight=0.1)
