@@ -124,6 +124,35 @@ class FakeEngine:
     pass
 
 
+class ContinuingEngine(FakeEngine):
+  """An engine whose answers have `length(request, index)` tokens, the stop token among them, and
+  which continues what it has begun. A token depends on its request's key, its sample's index and
+  its position alone, and so does its logprob.
+  """
+
+  def __init__(
+    self, tokenizer: Tokenizer, length: Callable[[Request, int], int], *, delays: int = 0
+  ):
+    super().__init__(tokenizer, delays=delays)
+    self._length = length
+
+  def complete(self, request: Request, index: int) -> Completion:
+    draw, begun = random.Random(f'{request.key} {index}'), request.begun
+    letters = [draw.choice(LETTERS) for _ in range(self._length(request, index) - 1)]
+    tokens = [*(self._tokenizer.encode(a)[0] for a in letters), request.stop_ids[0]]
+    assert not begun or tokens[:begun] == list(request.prompt[-begun:]), 'it is continued'
+    tokens = tokens[begun:][: request.max_tokens]
+    segment = Segment(
+      start=0, end=len(tokens), version=self._version, engine=self.name, finish='any'
+    )
+    return Completion(
+      tokens=np.array(tokens, np.int32),
+      logprobs=-np.arange(begun + 1, begun + len(tokens) + 1, dtype=np.float32),
+      finish=Finish.STOP if tokens[-1] == request.stop_ids[0] else Finish.LENGTH,
+      segments=(segment,),
+    )
+
+
 class FakeScorers(ScorerPool):
   """The pool's API without its processes: `judge` says what an attempt is worth."""
 

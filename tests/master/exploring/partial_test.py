@@ -8,7 +8,6 @@ import asyncio
 import collections
 import dataclasses
 import json
-import random
 
 import exploring
 import jax.numpy as jnp
@@ -52,32 +51,17 @@ LAST_2, ALL = (
 LONGEST = 8
 
 
-class Scripted(exploring.FakeEngine):
+class Scripted(exploring.ContinuingEngine):
   """An engine whose answers have `length(task number, index)` tokens."""
 
   def __init__(self, tokenizer, length, *, delays=0):
-    super().__init__(tokenizer, delays=delays)
+    super().__init__(tokenizer, self.length_of, delays=delays)
     self._prompts = [tuple(tokenizer.render_prompt(t.prompt)) for t in exploring.make_tasks(24)]
-    self._length = length
+    self._by_number = length
 
-  def complete(self, request, index):
+  def length_of(self, request, index):
     prompt = request.prompt[: len(request.prompt) - request.begun]
-    whole = self._length(self._prompts.index(prompt), index)
-    draw = random.Random(f'{request.key} {index}')
-    tokens = [self._tokenizer.encode(draw.choice(exploring.LETTERS))[0] for _ in range(whole - 1)]
-    tokens = [*tokens, request.stop_ids[0]]
-    assert tokens[: request.begun] == list(request.prompt[len(prompt) :]), 'it is continued'
-    tokens = tokens[request.begun :][: request.max_tokens]
-    stopped = tokens[-1] == request.stop_ids[0]
-    segment = Segment(
-      start=0, end=len(tokens), version=self._version, engine=self.name, finish='any'
-    )
-    return Completion(
-      tokens=np.array(tokens, np.int32),
-      logprobs=-np.arange(request.begun + 1, request.begun + len(tokens) + 1, dtype=np.float32),
-      finish=Finish.STOP if stopped else Finish.LENGTH,
-      segments=(segment,),
-    )
+    return self._by_number(self._prompts.index(prompt), index)
 
 
 def one_long(number, index):

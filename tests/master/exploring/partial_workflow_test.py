@@ -33,36 +33,21 @@ from jaxrl_llm.master.exploring.runner import GroupRunner
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.rewards.api import Reward
-from jaxrl_llm.rollout.api import BUDGET, Completion, Request, Sampling
+from jaxrl_llm.rollout.api import BUDGET, Request, Sampling
 from jaxrl_llm.rollout.episodes.workflow import Episodes
 
 BUDGETED = PartialConfig(budget=3, max_spans=6, groups=8)
 LONGEST, TURNS = 24, 3
 
 
-class Lengths(exploring.FakeEngine):
-  """An engine whose answers have 1 to 5 tokens, the stop token among them, and which notes what a
-  continued answer begins with.
-  """
+def drawn_length(request, index):
+  """1 to 5 tokens."""
+  return random.Random(f'length {request.key} {index}').randrange(1, 6)
 
-  def complete(self, request, index):
-    draw = random.Random(f'{request.key} {index}')
-    whole = draw.randrange(1, 6)
-    tokens = [self._tokenizer.encode(draw.choice(exploring.LETTERS))[0] for _ in range(whole - 1)]
-    tokens = [*tokens, request.stop_ids[0]]
-    if request.begun:
-      assert tokens[: request.begun] == list(request.prompt[-request.begun :]), 'it is continued'
-    tokens = tokens[request.begun :][: request.max_tokens]
-    stopped = tokens[-1] == request.stop_ids[0]
-    segment = Segment(
-      start=0, end=len(tokens), version=self._version, engine=self.name, finish='any'
-    )
-    return Completion(
-      tokens=np.array(tokens, np.int32),
-      logprobs=-np.arange(request.begun + 1, request.begun + len(tokens) + 1, dtype=np.float32),
-      finish=Finish.STOP if stopped else Finish.LENGTH,
-      segments=(segment,),
-    )
+
+class Lengths(exploring.ContinuingEngine):
+  def __init__(self, tokenizer, *, delays=0):
+    super().__init__(tokenizer, drawn_length, delays=delays)
 
 
 class Talk(Episodes):
