@@ -86,7 +86,7 @@ _NAMES = (
   # Errors
   ('jaxrl_llm.core.errors', 'RunError UserError'),
 )
-"""(module, names that it exports) pairs, grouped by use."""
+"""(module, names imported from it, separated by spaces) pairs, grouped by use."""
 
 _REPLACED = {
   'DemonstrationsConfig': (
@@ -103,8 +103,8 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-  # The text of an AttributeError would be lost in `from jaxrl_llm.api import …`, so an ImportError
-  # is raised.
+  # A former name raises an ImportError, because the text of an AttributeError would be lost in
+  # `from jaxrl_llm.api import …`.
   if name in _REPLACED:
     raise ImportError(f'{name}: replaced by {_REPLACED[name]}')
   if name not in _MODULES:

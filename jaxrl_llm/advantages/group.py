@@ -41,7 +41,7 @@ def group_advantages(
 
   Source: GRPO (arXiv:2402.03300). Dr.GRPO (arXiv:2503.20783), REINFORCE++-baseline and OPMD omit
   the division by the standard deviation. Equal rewards are detected by max = min: a floating-point
-  mean is not exact, so identical rewards would otherwise have a small nonzero deviation and give a
+  mean is not exact, so identical rewards could otherwise have a small nonzero deviation and give a
   signal.
 
   Args:
@@ -61,7 +61,8 @@ def group_advantages(
 
 
 def leave_one_out(rewards: Sequence[float | None], groups: Sequence[str]) -> GroupAdvantages:
-  """RLOO: returns A_i = r_i - mean of the group's other rewards = n/(n-1) · (r_i - mean(r)).
+  """Returns RLOO's A_i = r_i - mean of the group's other rewards = n/(n-1) · (r_i - mean(r)), where
+  n is the number of scored samples in the group.
 
   Source: Ahmadian et al. 2024 (arXiv:2402.14740), after Kool et al. 2019. If a sample is alone in
   its group, its advantage is 0.
@@ -74,7 +75,7 @@ def leave_one_out(rewards: Sequence[float | None], groups: Sequence[str]) -> Gro
 def log_partition_baseline(
   rewards: Sequence[float | None], groups: Sequence[str], *, tau: float
 ) -> GroupAdvantages:
-  """Returns A_i = r_i - τ log(1/n Σ_j exp(r_j / τ)), whose baseline is the soft value of the group.
+  """Returns A_i = r_i - τ log(1/n Σ_j exp(r_j / τ)). The baseline is the soft value of the group.
 
   Source: Kimi k1.5 (arXiv:2501.12599), section 2.3.2, with log Z estimated from the n samples of
   the group. The baseline lies between the mean reward (τ → ∞) and the maximum reward (τ → 0), so

@@ -95,7 +95,7 @@ class AdaptiveKl:
   target: float
   """Target KL, in the unit of the measured KL (per token or per sequence)."""
   horizon: float
-  """Number of samples or tokens after which the coefficient changes noticeably. It has the same
+  """Number of samples or tokens for which the coefficient changes by up to 20 %. It has the same
   unit as `n` in `adapted`.
   """
 
@@ -130,7 +130,7 @@ def adapted(coef: float, measured_kl: float, n: int, config: AdaptiveKl) -> floa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuSchedule:
-  """μ, the weight of the expert loss relative to the rollouts' loss, as a function of the step.
+  """Weight μ of the expert loss as a function of the step. The rollouts' loss has the weight 1 - μ.
 
   'constant': μ is always `mu`. 'linear': μ changes linearly from `peak` at step 0 to `valley` at
   step `decay_steps`, and then stays at `valley`. 'chord': μ rises linearly from 0 to `peak` over

@@ -1,7 +1,7 @@
 """Advantages of trajectories of several steps. Each step is a separate row.
 
-Invariant: a trajectory counts once in the statistics of its group, regardless of its number of
-steps.
+Invariant: the reward of a trajectory counts once in the statistics of its group, regardless of the
+number of steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def step_credit(
               of the steps of the same group that start from the same state.
 
   Source of 'gigpo': GiGPO (arXiv:2505.10978), eq. 3 to 8. 'step' takes the step index as a proxy
-  for the state. A step that is compared with no other has the advantage 0.
+  for the state. The estimators of `advantages.group` return 0 for a step that is compared with no
+  other.
 
   In the result, `groups` and `zero_std_groups` count groups or, with 'step', pairs of a group and a
   step index. If any row of a trajectory is unscorable, all of its rows count as unscorable.

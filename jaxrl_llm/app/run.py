@@ -84,7 +84,9 @@ class _Facts:
   """Step of the commit to resume from; 0 if there is none."""
   spec: ModelSpec
   lengths: Mapping[str, Sequence[int]]
-  """Sequence lengths in tokens, keyed by stage name, for stages that learn from static data."""
+  """Sequence lengths in tokens, keyed by stage name, for stages whose rows are known before the run
+  begins.
+  """
 
 
 class _Launch(NamedTuple):
@@ -100,7 +102,7 @@ class _Launch(NamedTuple):
   begin: Callable[[], None]
   """Function to call when the loop begins. From then on, a signal stops the run with a commit."""
   branch: Branch | None
-  """Commit of another run from which this run starts; None if it starts from the beginning."""
+  """Commit of another run from which the user asked this run to start; None if there is none."""
 
 
 async def run(
@@ -110,12 +112,12 @@ async def run(
   branch: Branch | None = None,
   on_start: Callable[[Stop], None] | None = None,
 ) -> int:
-  """Runs `config` in the run directory `path` and returns the exit code, which is 0 only for a
-  finished run.
+  """Runs `config` in the run directory `path`. If the directory contains commits, the run continues
+  from the newest one. Returns the exit code, which is 0 only for a finished run.
 
   Args:
-    branch: commit of another run from which this one starts; None to start from the beginning. If
-      `path` already contains this branch, it is resumed.
+    branch: commit of another run from which a new run in `path` starts. If `path` already contains
+      this branch, it is resumed. If None, a new run starts from its initial weights.
     on_start: called with a function that stops the run after a commit. This function takes a
       signal's number, and must be called in the run's event loop. If None, the run handles SIGINT
       and SIGTERM itself, which is possible only in the main thread.
@@ -292,7 +294,9 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
 def _note_resume(
   progress: ProgressDisplay, step: int, committed: Mapping[str, Any], ready: _SetUp
 ) -> None:
-  """Prints the commit from which the run continues, and the changes of its configuration."""
+  """Prints the commit from which the run continues, the parent if the run is a new branch, and the
+  changes to the configuration.
+  """
   progress.note(f'resuming from the commit at step {step}{_not_exact(committed["machine"])}')
   if ready.origin:
     progress.note(str(ready.origin.parent))
@@ -308,13 +312,14 @@ def _export(
   learned: Learned,
   mesh: Mesh,
 ) -> dict[str, pathlib.Path]:
-  """Exports what a finished run has trained. Every process must call it; process 0 writes.
+  """Exports the models that a finished run has trained. Every process must call this function, but
+  only process 0 writes files.
 
   Args:
     prepared: prepared data in process 0; None in the other processes.
 
   Returns:
-    The written directories, keyed by their contents.
+    The written directories, keyed by 'policy', 'critic' or 'adapter'.
   """
   gatherer, written = Gatherer(mesh), {'policy': path / 'hf'}
   whole = learned.whole(learned.policy.params)
@@ -344,11 +349,14 @@ def _export(
 
 
 def _announce(entry: history.Entry, step: int, events: Events) -> None:
-  """Logs the newest entry of the run's history as an event, unless the run has passed the entry's
-  first step.
+  """Logs the newest entry of the run's history as an event, if the entry applies from the next step
+  on and records changes of the configuration or a branch.
 
-  The event contains the changes of the configuration, and the commit that the run branched from. If
-  a run is killed before its next commit, the event is logged again.
+  The event contains the keys that changed and, at the start of a branch, the parent run and its
+  commit. If the run is killed before its next commit, the event is logged again when it resumes.
+
+  Args:
+    step: step of the commit from which the run continues; 0 if there is none.
   """
   if entry.step != step + 1 or not (entry.changes or entry.parent):
     return
@@ -358,8 +366,8 @@ def _announce(entry: history.Entry, step: int, events: Events) -> None:
 
 
 def _not_exact(machine: dict[str, Any]) -> str:
-  """Returns a note on why a resumed run may not be reproduced bit for bit; empty if the machine is
-  the same.
+  """Returns a note on why the results of a resumed run may differ from those of an uninterrupted
+  run; empty if this machine matches the one that made the commit.
 
   Args:
     machine: fingerprint of the machine that made the commit.
@@ -387,8 +395,8 @@ async def _opened(resources: Resources | None, process: Process, *, start: bool)
   block or all of them within it.
 
   Args:
-    start: whether to start the engine and the scorers. They are not needed if all steps are
-      complete.
+    start: whether to start the engine and the scorers. They are not needed if all steps and
+      evaluations are complete.
   """
   if resources is None:
     with process.stopwatch.timed('enter'):
@@ -425,7 +433,7 @@ def _finish(config: Config, path: pathlib.Path, cards: Mapping[str, pathlib.Path
   """Writes the model cards and the report of a finished run, and prints the summary.
 
   Args:
-    cards: directories of the exports, keyed by their contents.
+    cards: directories of the exported models, keyed as in the result of `_export`.
   """
   command = typed_command(sys.argv)
   for part, directory in cards.items():

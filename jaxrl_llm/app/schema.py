@@ -1,6 +1,6 @@
 """The root configuration of a run. Most of its parts are defined next to the code that reads them.
 
-The unit of a batch size (tasks, sequences or tokens) follows from its name. Derived numbers are not
+The name of a batch size states its unit (groups, sequences or chunks). Derived numbers are not
 configured: they are computed, and `--dry_run` prints them. The sources of batches are defined in
 `app.sources`; this module exports them too, because they are part of the configuration.
 """
@@ -74,8 +74,9 @@ class PolicyConfig:
   10 to 15 % slower on a CPU.
   """
   remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
-  """Activations of each layer that are kept for the backward pass (see `ModelOptions.remat`). On a
-  CPU, values other than 'none' save memory only with `scan_layers`.
+  """Rematerialization: 'none' keeps all activations for the backward pass; the other values keep
+  some activations of each layer and recompute the rest (see `ModelOptions.remat`). On a CPU, they
+  save memory only with `scan_layers`.
   """
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
   """Attention implementation in training: 'masked' materializes all scores, 'blockwise' one block
@@ -93,26 +94,28 @@ _OF_STAGE = 'stage:'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
-  """The trainer's reward model, whose scores are those of the scorer `reward_model`. It is sharded
-  over the trainer's mesh, and scores each batch between its last rollout and its close.
+  """Reward model that the trainer runs, and that computes the scores of the scorer `reward_model`.
+  It is sharded over the trainer's mesh, and scores the rollouts of a batch once all of them are
+  complete.
   """
 
   init_from: str
-  """Weights: a Hugging Face directory of a model with one output; a hub id; a run that trained a
-  reward model; or 'stage:NAME', for the weights at the end of an earlier stage of the same run,
-  which trained a reward model.
+  """Weights: a Hugging Face directory of a model with one output; a hub id; the directory of a run
+  that trained a reward model; or 'stage:NAME', for the weights at the end of an earlier stage of
+  this run that trains a reward model.
   """
   dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   """Data type of weights and activations."""
   max_length: int | None = None
-  """Maximum number of tokens of prompt and answer, with the reward model's own tokenizer. The
-  scorer fails on longer samples. If None, it is 1.25 times `RolloutConfig.max_length`, plus 8.
+  """Maximum number of tokens of prompt and answer, counted with the reward model's tokenizer. The
+  scorer fails on longer samples. If None, it is 1.25 times `RolloutConfig.max_length`, plus 8. The
+  reward model's own maximum length also applies.
   """
   sequences_per_pass: int | None = None
   """Maximum number of sequences per forward pass. If None, it is 64 per data-parallel rank."""
   max_rounds: int = 8
-  """Maximum number of times that more groups are generated for a batch because groups were dropped
-  after they had been scored. After that, the run fails.
+  """Maximum number of further rounds of rollouts for a batch, which replace groups that were
+  dropped after the reward model had scored them. If a batch needs more rounds, the run fails.
   """
 
   @property
@@ -137,7 +140,7 @@ class AlgorithmConfig:
   of a user-defined algorithm.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of the algorithm, keyed by the field of its options dataclass."""
+  """Options of the algorithm, keyed by field name of its options dataclass."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,9 +148,9 @@ class CriticConfig:
   """PPO's critic: a separate network with the policy's architecture and one output."""
 
   init_from: str | None = None
-  """Initial weights of the critic: a reward model or critic, given as directory, hub id or run
-  directory. If None, the weights of the previous stage's critic are used, or those of the policy
-  with a new head if there is no earlier critic.
+  """Initial weights of the critic: a reward model or critic, given as a directory, hub id or run
+  directory. If None, the critic continues with the weights of the previous stage's critic. If that
+  stage has none, it starts with the weights of the policy and a new head.
   """
   optimizer: OptimizerConfig | None = None
   """Optimizer of the critic. If None, the policy's optimizer settings are used."""
@@ -166,8 +169,8 @@ class PreferenceSource(PreferencesConfig):
 
 
 BASE = 'base'
-"""Value of `StageConfig.init_from` for the weights at the beginning of the run. No stage may have
-this name.
+"""Value of `StageConfig.init_from` for the weights at the beginning of the run. It may not be used
+if an earlier stage has this name.
 """
 _BEST = 'best:'
 _OF_ROLLOUTS = (
@@ -187,9 +190,7 @@ _OF_ROLLOUTS = (
 
 
 def stage_of_best(name: str) -> str | None:
-  """Returns the stage to whose best evaluation a value of `StageConfig.init_from` refers; None if
-  the value is not 'best:STAGE'.
-  """
+  """Returns STAGE if `name`, a value of `init_from`, is 'best:STAGE'; otherwise None."""
   return name.removeprefix(_BEST) if name.startswith(_BEST) else None
 
 
@@ -218,19 +219,21 @@ class StageConfig:
   steps: int
   """Number of steps, each of which trains on one batch."""
   minibatches: int = 1
-  """Number of parts into which each batch is split. Each part gets one optimizer step."""
+  """Number of parts into which each batch is split. In each epoch, each part gets one optimizer
+  step.
+  """
   epochs: int = 1
   """Number of passes over each batch."""
   optimizer: OptimizerConfig | None = None
   """Optimizer of the policy. If None, `learner.optimizer` is used."""
   init_from: tuple[str, ...] = ()
   """Initial weights of the stage: the name of an earlier stage, for the weights at its end;
-  'best:STAGE', for those with which an evaluation of that stage measured the highest greedy
-  accuracy on the first suite (the earliest of these evaluations, if there are several); or 'base',
-  for the weights with which the run began. If there are several names, the mean of these weights is
-  used. If empty, the stage continues with the weights of the previous stage. A stage that trains a
-  reward model replaces the head of a policy's weights by a new one, and a stage after it that
-  trains the policy continues with the weights of the last stage that did.
+  'best:STAGE', for the weights at that stage's evaluation with the highest greedy accuracy on the
+  first suite (the earliest evaluation, if several tie); or 'base', for the weights with which the
+  run began. If there are several names, the mean of these weights is used. If empty, the stage
+  continues with the weights of the previous stage; but if the stage trains the policy and the
+  previous stage trains a reward model, it continues with the newest weights of the policy. If a
+  stage that trains a reward model begins with weights of the policy, they get a new head.
   """
   keep_optimizer: bool = False
   """Whether the stage continues with the previous stage's optimizer state instead of a new one."""
@@ -240,8 +243,8 @@ class StageConfig:
   """Number of steps between evaluations. If None, evaluations take place only after the stage."""
   overlap_evaluation: bool = False
   """Whether training continues while the policy is evaluated within the stage. Until the evaluation
-  ends, the engine serves the evaluated version, so training waits as soon as `source.bound` calls
-  for a newer one. It also waits at the next commit, and at the end of the stage.
+  ends, the engine serves the evaluated version. Training therefore waits as soon as this version is
+  older than `source.bound` permits, and also at the next commit and at the end of the stage.
   """
 
   @property
@@ -261,7 +264,7 @@ class StageConfig:
 
   @property
   def trains(self) -> bool:
-    """Whether the stage updates the policy."""
+    """Whether the stage trains a model, rather than only generating rollouts."""
     return not (isinstance(self.source, Rollouts) and self.source.rollout_only)
 
   def __post_init__(self):
@@ -295,7 +298,7 @@ class RolloutConfig:
   name.
   """
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of a user-defined engine, keyed by the field of its options dataclass."""
+  """Options of a user-defined engine, keyed by field name of its options dataclass."""
   max_prompt_length: int
   """Maximum length of a prompt in tokens; tasks with longer prompts are skipped and counted."""
   max_response_length: int
@@ -303,9 +306,9 @@ class RolloutConfig:
   the response of each step.
   """
   max_steps: int = 1
-  """Maximum number of steps of a trajectory. Each step is a sequence that is trained on, so a batch
-  has at most this many sequences per rollout. A trajectory that would need more ends with the
-  finish reason 'steps'.
+  """Maximum number of steps of a trajectory. A step begins with a prompt that does not extend the
+  tokens before it. Each step is a sequence that is trained on, so a batch has at most this many
+  sequences per trajectory. A trajectory that would need more ends with the finish reason 'steps'.
   """
   embedded: EmbeddedConfig = EmbeddedConfig()
   vllm: VllmConfig = VllmConfig()
@@ -380,7 +383,7 @@ class RolloutConfig:
     return spec
 
   def engine_may_change(self) -> tuple[str, ...]:
-    """Dotted keys of engine options that a resumed run may change."""
+    """Returns the dotted keys of the engine options that a resumed run may change."""
     specs = {f'rollout.{name}': make(getattr(self, name)) for name, (_, make) in ENGINES.items()}
     specs[self.engine_options_key] = self.engine_spec()
     return tuple(f'{key}.{name}' for key, spec in specs.items() for name in spec.may_change)
@@ -395,9 +398,9 @@ class LearnerConfig:
   """Optimizer for stages that do not set one. If None, each stage must set its own."""
   chunk_len: int | None = None
   """Length of a packed chunk in tokens. If None, it is the length of the longest possible sequence,
-  rounded up to a multiple of 8 and of `mesh.sequence`. If prefixes are shared, chunks are longer,
-  so that a group fits into a chunk. A micro-batch then has fewer chunks, but the same number of
-  tokens.
+  rounded up to a multiple of 8 and of `mesh.sequence`. If prefixes are shared and
+  `policy.attention` is not 'masked', chunks may be longer, so that more sequences of a group fit
+  into a chunk. A micro-batch then has fewer chunks, but not more tokens.
   """
   chunks_per_rank: int = 8
   """Number of chunks that each data-parallel rank has in a micro-batch."""
@@ -519,9 +522,9 @@ class Config:
       self.check_sampling()
 
   def _check_kv(self) -> None:
-    """Raises UserError if the engine's option `kv` is 'keep' in a stage without completions in
-    flight at weight updates, or is 'recompute' although completions may be too long for the prefill
-    buckets.
+    """Raises UserError if the engine's option `kv` is 'keep' although a stage has no completions in
+    flight when its weights change, or is 'recompute' although sequences may be too long for the
+    prefill buckets of the embedded engine.
     """
     rollout = self.rollout
     kv = {'embedded': rollout.embedded.kv, 'vllm': rollout.vllm.kv}.get(rollout.engine)
@@ -594,7 +597,10 @@ class Config:
         )
 
   def _check_origins(self) -> None:
-    """Raises UserError if a stage needs weights or rollouts that do not exist when it begins."""
+    """Raises UserError if a stage's `init_from` is ambiguous, names weights that do not exist when
+    the stage begins, or asks for the mean of adapters; or if the stage needs rollouts that do not
+    exist by then.
+    """
     for i, stage in enumerate(self.stages):
       earlier, where = [before.name for before in self.stages[:i]], f'stages.{stage.name}.init_from'
       for name in stage.init_from:
@@ -616,8 +622,8 @@ class Config:
         )
 
   def _check_best(self, name: str, earlier: Sequence[StageConfig], where: str) -> None:
-    """Raises UserError if the earlier stages have no evaluations among which the value `name` of
-    `init_from` could choose.
+    """Raises UserError if `name`, a value 'best:STAGE' of `init_from`, does not refer to an earlier
+    stage that is evaluated before its end.
     """
     stages = {stage.name: stage for stage in earlier}
     if (stage := stages.get(stage_of_best(name))) is None:
@@ -680,8 +686,8 @@ class Config:
       )
 
   def _check_rewards(self) -> None:
-    """Raises UserError if a stage names scorers that are not configured, or if its list of scorers
-    is empty.
+    """Raises UserError if a stage's weights of scorers are empty or invalid, or name a scorer that
+    is not configured.
     """
     names = [scorer.name for scorer in self.rewards.scorers]
     for stage in self.stages:
@@ -706,7 +712,7 @@ class Config:
 
   def _check_reward_model(self) -> None:
     """Raises UserError if the trainer's reward model is configured without its scorer, or the
-    scorer without the model, or if it is combined with incompatible settings.
+    scorer without the model, or if the model is combined with incompatible settings.
     """
     scorers = [s for s in self.rewards.scorers if s.implementation == REWARD_MODEL]
     if scorers and self.reward_model is None:
@@ -745,8 +751,8 @@ class Config:
         )
 
   def _check_trained_reward_model(self, scored: Sequence[StageConfig]) -> None:
-    """Raises UserError if the reward model is to be trained in a stage that does not exist, or that
-    ends too late.
+    """Raises UserError if `reward_model.init_from` is 'best:STAGE', or names a stage that does not
+    exist, ends too late, or would train LoRA adapters.
 
     Args:
       scored: stages whose rollouts the reward model scores.

@@ -62,7 +62,7 @@ class PastConfig:
 
   groups: int
   """Maximum number of replayed groups per batch, in addition to the `groups_per_batch` new ones.
-  The first batches contain fewer replayed groups, because there are few earlier groups yet.
+  The first batches contain fewer replayed groups, because few earlier groups exist at first.
   """
   max_uses: int
   """Maximum number of batches that train on the same group, including the first one."""
@@ -124,8 +124,8 @@ class Rollouts:
   limits: TaskLimits = TaskLimits()
   """Time limits for generating and scoring a group."""
   max_dropped_groups: int = 100
-  """Maximum number of groups that may be dropped while one batch is collected. A group is dropped
-  if none of its samples can be scored, or if none is selected. The run ends if more are dropped.
+  """Maximum number of groups that may be dropped while one batch is collected, for example because
+  no sample could be scored or none was selected. If more groups are dropped, the run fails.
   """
   processors: tuple[ProcessorConfig, ...] = ()
   """Processors applied in order to a finished group before selection; see
@@ -159,12 +159,12 @@ class Rollouts:
   publish_every: int = 1
   """Number of updates between two publications of the weights to the engine."""
   rollout_only: bool = False
-  """Whether rollouts are generated, scored, processed and stored, but not trained on. Later stages
-  start with a new optimizer and critic.
+  """Whether rollouts are generated, scored, processed and stored, but not trained on. The next
+  stage starts with a new optimizer, and with a new critic if this stage's algorithm has none.
   """
   follow: FollowConfig | None = None
-  """Run whose weights generate the rollouts, and which trains on them. Only with `rollout_only`. If
-  None, the rollouts are generated with the weights of this run.
+  """Other run that trains on the rollouts, and whose weights generate them. Only with
+  `rollout_only`. If None, the weights of this run generate the rollouts.
   """
 
   @property
@@ -453,7 +453,7 @@ class Followed:
   export_every: int = 1
   """Number of updates between two exports of the weights to `versions/` in the run directory."""
   keep_versions: int = 3
-  """Number of exported versions that are kept."""
+  """Number of exported versions that are kept: the newest ones."""
   unit: ClassVar[int] = 1
   """Number of sequences that belong together and are never divided between minibatches."""
 

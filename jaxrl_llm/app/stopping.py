@@ -1,5 +1,6 @@
-"""Handles the signals that stop a run. The first signal requests a commit. A second one, or the end
-of the grace period, ends the process at once.
+"""Handles the signals that stop a run. During set-up, a signal ends the process at once. Later, the
+first signal requests a commit. A second one, or the end of the grace period, ends the process at
+once.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Stopping:
     Args:
       request: called, in process 0 only, with the number of the first signal.
       grace_s: seconds between SIGTERM and SIGKILL; None if there is no limit.
-      newest: returns the step of the newest commit, or 0 if there is none. It is called in another
-        thread.
+      newest: returns the step of the newest commit, or 0 if there is none. It may be called in
+        another thread.
       echo_s: seconds during which another SIGTERM is ignored after the first one.
     """
     self._coordinator, self._request = coordinator, request
@@ -79,8 +80,8 @@ class Stopping:
     self._begun = True
 
   def explain(self, error: PeerFailed) -> Exception:
-    """Returns the error to raise after another process was lost. If this process is being stopped,
-    this is an `Interrupted` error, otherwise `error` itself.
+    """Returns the error to raise after another process was lost: an `Interrupted` error if this
+    process is being stopped, otherwise `error` itself.
     """
     if not self.signum:
       return error

@@ -1,4 +1,6 @@
-"""Prints the summary at the end of a run: accuracies, answers before and after, and paths."""
+"""Prints the summary at the end of a run: accuracies, answers before and after the last stage, and
+the paths of the results.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,9 @@ _SAMPLES = 6
 def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.Path) -> None:
   """Prints the accuracy of each evaluation, answers before and after the last stage, and the paths
   of the results.
+
+  If no earlier stage was evaluated, the answers before the last stage are replaced by those of its
+  first evaluation.
   """
   console = Console()
   rows, _ = read_jsonl(workdir / METRICS_FILE)
@@ -36,7 +41,7 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
   files = _evaluation_files(workdir, stages)
   same = [file for file in files if file.name.partition('-')[2] == files[-1].name.partition('-')[2]]
   if len(same) > 1:
-    # `before` is the latest evaluation of the same suite before the last stage.
+    # `before` is the latest evaluation of the same suite before the last stage, or else the first.
     before = next((f for f in reversed(same) if f.parent.name != stages[-1]), same[0])
     console.print(_answers(before, same[-1]))
   exports = [
@@ -51,7 +56,7 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
 
 
 def _evaluation_files(workdir: pathlib.Path, stages: Sequence[str]) -> list[pathlib.Path]:
-  """Returns the evaluation files in the order in which they were written."""
+  """Returns the evaluation files, in order of stage, step and suite."""
   return [
     file for stage in stages for file in sorted((workdir / EVALS_DIR / stage).glob('*.jsonl'))
   ]

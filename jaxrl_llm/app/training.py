@@ -87,8 +87,8 @@ def train(
   scorer processes import the script. Start jobs of several processes with `jaxrl train` instead.
 
   Args:
-    branch_from: 'RUN' or 'RUN:STEP': commit of another run from which this one starts, by default
-      its newest. If None, the run starts from the beginning.
+    branch_from: 'RUN' or 'RUN:STEP': the commit of another run from which a new run starts, by
+      default the newest. If None, a new run starts from its initial weights.
     reset: parts of the other run that are not taken over: any of 'optimizer' (its moments), 'data'
       (the position in the data) and 'store'.
 

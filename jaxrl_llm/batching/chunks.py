@@ -17,10 +17,10 @@ of an array's shape and dtype.
 class Chunks:
   """One micro-batch, or several if the arrays have the leading axis `micro`.
 
-  A chunk contains several sequences, each of which is called a segment. If sequences share
-  prefixes, a segment leaves out the leading tokens that its sequence shares with earlier sequences
-  of the chunk. It never leaves out the last token of the prompt, because the hidden state of that
-  token predicts the first token of the response.
+  A chunk contains several sequences. The tokens of a sequence that are stored in the chunk are its
+  segment: all of them or, if sequences share prefixes, all but the leading tokens that the sequence
+  shares with earlier sequences of the chunk. The last token of the prompt is always stored, because
+  its hidden state predicts the first token of the response.
   """
 
   tokens: Int[Leaf, '*micro chunks time']

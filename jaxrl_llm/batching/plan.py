@@ -84,7 +84,8 @@ class Row:
   """
   common: int = 0
   """Number of leading tokens that the row has in common with the row before it in its family.
-  Tokens after the family's longest prompt do not count.
+  Tokens after the family's longest prompt do not count. 0 if a token of the row's prompt is trained
+  on.
   """
 
   @property
@@ -120,7 +121,7 @@ class StepPlan:
   proximal: bool = False
   """Whether a forward pass computes the proximal logprobs before the update."""
   proximal_reason: str = ''
-  """Reason for this forward pass; empty if `proximal` is False."""
+  """Reason for the proximal forward pass; empty if `proximal` is False."""
   held_out: tuple[Row, ...] = ()
   """Rows on which the policy is measured after the update. Empty unless the step evaluates."""
   evaluate: bool = False
@@ -350,8 +351,9 @@ def _families(rows: Sequence[Row], numbers: Sequence[int]) -> list[list[Branch]]
   """
   index = {number: i for i, number in enumerate(numbers)}
   families: dict[tuple[str, str], list[Branch]] = {}
-  # Two neighbours in this optimizer step may be separated by rows of other optimizer steps. The two
-  # share the shortest of the prefixes that are shared along the way from one to the other.
+  # In the sorted family, rows of other optimizer steps may lie between two neighbours of this step.
+  # The neighbours' common prefix is then the shortest `common` of all rows after the first of them,
+  # up to the second.
   shortest: dict[tuple[str, str], float] = {}
   for number in sorted(range(len(rows)), key=lambda number: rows[number].place):
     row = rows[number]

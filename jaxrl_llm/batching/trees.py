@@ -1,9 +1,9 @@
 """Trees of rows that begin with the same tokens, so that a shared prefix is computed once.
 
 The rows of a family, such as the samples of a task, are sorted by their tokens. Each row branches
-off the previous row after the tokens that both have in common, and any run of consecutive rows
-forms a tree. In a chunk, the rows of a tree follow one another in this order (depth-first), and
-each row stores only the tokens after its shared prefix. Tree training is described in
+off the previous row after the tokens that both have in common, and consecutive rows that share
+tokens form a tree. In a chunk, the rows of a tree follow one another in this order (depth-first),
+and each row stores only the tokens after its shared prefix. Tree training is described in
 arXiv:2511.00413.
 
 Invariants: the first row of a tree stores all its tokens. Every row stores its trained tokens and
@@ -26,8 +26,8 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Sample
 
 _PARTS = (1, 2, 3, 4, 6, 8)
-"""Divisors of the chunk length that give the maximum tree sizes to try: one chunk, half a chunk,
-and so on. Smaller trees repeat more prefixes, but fill chunks and ranks more evenly.
+"""Numbers by which the chunk length is divided to get the maximum tree sizes to try: one chunk,
+half a chunk, and so on. Smaller trees repeat more prefixes, but fill chunks and ranks more evenly.
 """
 
 
@@ -74,8 +74,9 @@ def pack_trees(
   """Packs the rows of one optimizer step as trees, which `pack` places like rows.
 
   A family is cut into several trees if it does not fit a chunk, or if smaller trees need fewer
-  micro-batches. Of the packings tried, including one without sharing, the result has the fewest
-  micro-batches and, among those, the fewest tokens.
+  micro-batches. The function tries smaller and smaller trees, and finally no sharing, until a
+  packing has as few micro-batches as its tokens permit. Of the packings tried, the result has the
+  fewest micro-batches and, among those, the fewest tokens.
 
   Args:
     lengths: number of tokens of each row.
@@ -187,7 +188,7 @@ def check_prefixes(samples: Mapping[int, Sample], packing: Packing) -> None:
   packing, or if one of these tokens or the row's first stored token is trained on.
 
   Args:
-    samples: samples of whole chunks, keyed by row of the packing.
+    samples: all samples of one or more chunks, keyed by row of the packing.
   """
   before = None
   for i in np.lexsort((packing.offset, packing.chunk, packing.micro_batch)).tolist():

@@ -1,3 +1,3 @@
-"""Configurations are dataclasses: a Python file builds one, and dotted keys on the command line
-change its values.
+"""Configurations. A configuration is a dataclass that a Python file builds. Dotted keys on the
+command line change its values.
 """

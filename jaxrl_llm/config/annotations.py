@@ -60,7 +60,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 def is_json(annotation: Any) -> bool:
   """Returns whether an annotation allows any JSON value.
 
-  Such annotations are Any, and unions that have an untyped list or dict as a member.
+  Such annotations are Any, and unions that have a list or dict as a member.
   """
   origins = {typing.get_origin(member) or member for member in members(annotation)}
   return annotation is Any or (len(origins) > 1 and bool(origins & {list, dict}))

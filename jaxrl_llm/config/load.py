@@ -5,7 +5,7 @@ command line.
 
 Invariant: every field of a returned configuration matches its annotation, and the configuration
 equals `from_json(to_json(config))`. If that is impossible, loading raises a one-line UserError that
-names the file or flag, the value got and what was wanted.
+names the file, flag or key.
 
 Parts are addressed by dotted keys: fields by name, tuple elements by position or by their `name`
 field (`--config.stages.grpo.steps=10`), mapping entries by key. `text.parse_text` defines the

@@ -31,10 +31,10 @@ from jaxrl_llm.core.files import parse_json
 
 _NONE_WORDS = ('none', 'None', 'null')
 _BOOL_WORDS = {'true': True, 'True': True, 'false': False, 'False': False}
-# Maximum length of a number in characters. Python itself rejects integers of more than 4300 digits.
+# Maximum length of an integer in characters. Python itself rejects more than 4300 digits.
 _LONGEST_NUMBER = 1000
-# Maximum exponent of an integer in scientific notation, such as 1e6. A larger exponent is taken for
-# a typo, because such an integer could exhaust memory.
+# Maximum decimal exponent of an integer in scientific notation, such as 6 in 1e6. A larger integer
+# is probably a typo and could exhaust memory, so it is rejected.
 _INT_DIGITS_LIMIT = 18
 
 
@@ -67,7 +67,7 @@ def parse_text(text: str, annotation: Any, where: str) -> Any:
   raise UserError(f'{where}: got {text!r}, wanted {describe(annotation)}{hint}')
 
 
-_UNREAD = object()  # Result for text that cannot be parsed. None would be a valid value.
+_UNREAD = object()  # Result for text that cannot be parsed. It differs from None, a valid value.
 
 
 def _parse_scalar(text: str, kind: Any, *, unquote: bool) -> Any:
@@ -134,7 +134,7 @@ def _parse_tuple(text: str, kind: Any, where: str) -> Any:
 
 
 def _parse_json(text: str, where: str) -> Any:
-  """Parses JSON, in which booleans and null may also be written as True, False, None and none.
+  """Parses JSON. In place of true, false and null, a text may also be True, False, None or none.
 
   Text that is not JSON is returned as a string. If it begins like a JSON object, list or string,
   UserError is raised instead.

@@ -101,7 +101,7 @@ def _pass_on(task: asyncio.Task[T], result: concurrent.futures.Future[T]) -> Non
 
 @functools.cache
 def responses() -> BackgroundLoop:
-  """Returns the event loop in which this process receives large responses. It runs as long as the
-  process.
+  """Returns the event loop in which this process receives large responses. The loop runs as long as
+  the process.
   """
   return BackgroundLoop('responses')

@@ -2,7 +2,7 @@
 
 Invariant: a file written with `write_durably` has either its complete old or its complete new
 content, even if the write is interrupted. If a process is killed, its temporary directory is
-removed by the next `scratch` call with the same prefix.
+removed by the next `scratch` call with the same prefix, unless the file system has no locks.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def write_durably(path: pathlib.Path, text: str) -> None:
 def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
   """Makes `source` available as `target`, and creates the directory of `target`.
 
-  `target` becomes a hard link to the file, so the file must not be modified in place. It becomes a
+  `target` becomes a hard link to `source`, so the file must not be modified in place. It becomes a
   durable copy instead if no hard link can be made, or if `source` is a symbolic link, because the
-  target of a symbolic link may belong to a program that modifies it.
+  file behind a symbolic link may belong to a program that modifies it.
 
   If copying fails, `target` does not exist. If the process is killed while it copies, `target` may
   be incomplete. To make the new directory entry durable, the caller syncs the directory of `target`
@@ -76,8 +76,8 @@ def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
 def scratch(prefix: str) -> Iterator[pathlib.Path]:
   """Creates a temporary directory that only this user can enter, and removes it after the block.
 
-  Before that, removes directories with the same prefix that were left by killed processes. The
-  directories of live processes and of other users are kept.
+  First, removes directories with the same prefix that killed processes have left. The directories
+  of live processes and of other users are kept.
 
   Args:
     prefix: prefix of the directory's name. It should end with a hyphen: the prefix 'run' would also
@@ -100,7 +100,7 @@ def scratch(prefix: str) -> Iterator[pathlib.Path]:
 
 def _remove_orphans(prefix: str) -> None:
   for folder in pathlib.Path(tempfile.gettempdir()).glob(f'{prefix}*'):
-    # An OSError means that the owner is alive, or that another process is removing the folder.
+    # An OSError means that the owner may be alive, or that another process is removing the folder.
     with contextlib.suppress(OSError):
       status = folder.lstat()
       if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():

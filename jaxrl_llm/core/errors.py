@@ -11,10 +11,10 @@ _MAX_CHARACTERS = 4000
 class UserError(Exception):
   """The input or the environment is unusable.
 
-  Launch scripts print the error as one line and exit with `exit_code`. The message is one line that
-  states what is wrong, where, the value got, the value wanted, and the remedy. If callers need to
-  catch the error, raise a subclass of UserError. A message may quote arbitrary text: nonprintable
-  characters are escaped, and the middle of a long message is omitted.
+  Launch scripts print the error as one line and exit with `exit_code`. The message is one line and
+  should state what is wrong, where, the value got, the value wanted, and the remedy. If callers
+  need to catch the error, raise a subclass of UserError. A message may quote arbitrary text:
+  nonprintable characters are escaped, and the middle of a long message is omitted.
   """
 
   exit_code = 2

@@ -1,6 +1,6 @@
 """Bounded reading of untrusted files, JSON texts and msgpack data.
 
-Invariant: reading takes time and memory proportional to a stated limit. Only regular files are
+Invariant: a file is read into memory as a whole only up to a stated size. Only regular files are
 opened, so a FIFO cannot block and a device cannot exhaust memory.
 """
 

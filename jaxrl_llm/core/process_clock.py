@@ -20,8 +20,8 @@ class ProcessClock:
   """Adds up the seconds that processes of one kind spend in each activity.
 
   A process is in at most one activity at a time, and the owner of the clock reports each change.
-  Independently of the activities, the clock measures how long the processes exist. If a change is
-  not reported, the two totals differ.
+  Independently of the activities, the clock measures how long the processes exist. Time during
+  which a process was counted in no activity shows as a difference between the two totals.
   """
 
   def __init__(self, now: Callable[[], float] = time.monotonic):

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 
 NAME = r'(?i:(?<![^\W_])(?:api_?key|key|token|password|passwd|secret|credentials?))'
-"""Regular expression for the end of the name of a secret environment variable, such as
-WANDB_API_KEY.
+"""Regular expression that matches the end of a secret environment variable's name, such as API_KEY
+in WANDB_API_KEY.
 """
 _MIN_LENGTH = 8
 """Minimum number of characters of a secret. A shorter value is not hidden, because it may occur in

@@ -136,7 +136,7 @@ class _PackedSteps(grain.IterDataset[PackedStep]):
 
 
 class _PackedStepIterator(grain.DatasetIterator[PackedStep]):
-  """Takes the samples of one optimizer step after another, and packs and places them."""
+  """Packs the samples of each optimizer step in turn, and places them on the devices."""
 
   def __init__(
     self,

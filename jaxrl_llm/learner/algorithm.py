@@ -107,9 +107,7 @@ class Closed(NamedTuple):
 
 
 class Annotation(NamedTuple):
-  """Quantities that an algorithm derives from a closed batch before the update. They are never
-  stored.
-  """
+  """Quantities that an algorithm derives from a closed batch before the update."""
 
   advantages: Sequence[float | Float64[np.ndarray, '...']] | Float64[np.ndarray, 'rows']
   """For each row, either one advantage for all its trained tokens or an array with one per token.

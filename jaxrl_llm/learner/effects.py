@@ -14,7 +14,7 @@ class Need(NamedTuple):
   """Condition under which an option has an effect."""
 
   met: Callable[[Any], bool]
-  """Returns whether the given options satisfy the condition."""
+  """Function that returns whether the given options satisfy the condition."""
   text: str
   """The condition in words. It completes the message '… has no effect without <text>'."""
 
@@ -50,8 +50,8 @@ def _shown(value: Any) -> str:
 
 
 def surrogate_needs(options: Any) -> dict[str, Need]:
-  """Returns the needs of the options that only surrogates read. Such an option has an effect only
-  if `policy_loss` names a surrogate that reads it.
+  """Returns the needs of the options that only surrogates read: each has an effect only if
+  `policy_loss` names a surrogate that reads it.
   """
 
   def fields(kind):

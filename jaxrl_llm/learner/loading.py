@@ -1,4 +1,4 @@
-"""Reads model directories onto a mesh. These functions are not in `state`, so that `state` does not
+"""Reads model directories onto a mesh. `read_params` is not in `state`, so that `state` does not
 import the library for weight files.
 """
 

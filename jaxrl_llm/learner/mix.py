@@ -2,8 +2,8 @@
 
 L = (1 - μ) · L_GRPO(usual rows) + μ · L_SFT(expert rows)
 
-Usual rows are rollouts of the policy; expert rows are demonstrations. Only usual rows have KL and
-entropy terms. Each of the two losses is divided by its own denominator over the whole optimizer
+Usual rows are rollouts of the policy; expert rows are answers to imitate. Only usual rows have KL
+and entropy terms. Each of the two losses is divided by its own denominator over the whole optimizer
 step. If a micro-batch or step has no rows of one kind, it adds nothing to the loss of that kind.
 """
 

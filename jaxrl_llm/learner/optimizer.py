@@ -25,8 +25,8 @@ class OptimizerConfig:
   'linear' decay from the peak to `end_lr_fraction` of it at the end of the stage.
   """
   warmup_steps: int = 0
-  """Number of updates over which the learning rate rises linearly. Update n, counted from 1, has
-  the fraction n / warmup_steps of the peak.
+  """Number of updates over which the learning rate rises linearly: in update n, counting from 1, it
+  is n / warmup_steps of the peak.
   """
   end_lr_fraction: float = 0.0
   b1: float = 0.9
@@ -37,8 +37,8 @@ class OptimizerConfig:
   max_grad_norm: float = 1.0
   """Global norm to which gradients are clipped."""
   skip_grad_norm: float = 1e3
-  """Limit of the global gradient norm. An update whose norm exceeds this limit or is not finite is
-  skipped and counted.
+  """Limit of the global gradient norm. An update whose gradient norm exceeds this limit or is not
+  finite is skipped and counted.
   """
   max_skipped_updates: int = 10
   """Number of consecutive skipped updates after which the run stops."""
@@ -139,7 +139,7 @@ def apply_update(
 
   Call this function inside a jitted function. Offloaded moments are moved to the devices one
   parameter at a time. The moments of a parameter are moved only after those of the previous
-  parameter are back on the host, so that a device never stores the moments of two parameters. No
+  parameter are back on the host, so that a device stores the moments of one parameter at a time. No
   moment is moved before `take` is known, because until then the activations need the memory.
 
   Args:

@@ -1,8 +1,8 @@
 """The policy-gradient family: one loss with interchangeable parts.
 
 GRPO, Dr.GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE++ and PPO differ only in advantage
-estimation, the surrogate (the loss of each token), token aggregation, and whether there is a
-critic.
+estimation, the surrogate (the loss of each token), token aggregation, the rows that are masked, and
+whether there is a critic.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def policy_gradient(config: PolicyGradientConfig, setting: Setting) -> Algorithm
 def annotate(config: PolicyGradientConfig, setting: Setting, closed: Closed) -> Annotation:
   """Shapes the rewards of a closed batch, estimates advantages, and selects the rows in the loss.
 
-  A row is excluded from the loss if it is unscorable or masked, if it has values that are not
-  finite, or if an option of `config` excludes it.
+  A row is excluded from the loss if it is unscorable or masked, if its trajectory has values that
+  are not finite, or if an option of `config` excludes it.
   """
   rows = closed.rows
   scored = np.array([row.reward is not None for row in rows], bool)
@@ -204,8 +204,8 @@ def _token_advantages(
 
 
 def _last_values(config: PpoConfig, closed: Closed) -> list[float]:
-  """Returns the value of each row's final state, which is read for the last row of each trajectory.
-  This is the critic's value if the row is truncated and `bootstrap_truncated` is set, otherwise 0.
+  """Returns the value of each row's final state: the critic's value if the row is truncated and
+  `bootstrap_truncated` is set, otherwise 0. Only the last row of each trajectory uses it.
   """
   if not config.bootstrap_truncated:
     return [0.0] * len(closed.rows)

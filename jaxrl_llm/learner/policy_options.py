@@ -131,7 +131,7 @@ class CorrectionOptions:
   but rollout_is then has no effect, and rollout_rs_low and rollout_rs_high are refused.
   """
   rollout_is: Literal['none', 'token', 'sequence', 'icepop'] = 'token'
-  """Importance weights that correct from the sampler to the proximal policy.
+  """Importance weights on the loss: probability ratios of the proximal policy to the sampler.
 
   'none': no weights. 'token' and 'sequence': weights per token or per sequence, truncated to the
   bounds. 'icepop': weights per token, which are 0 outside the bounds.
@@ -335,7 +335,9 @@ def surrogate_of(config: PolicyGradientConfig) -> Callable[[SurrogateTokens], To
 
 
 def check(config: PolicyGradientConfig, setting: Setting) -> None:
-  """Raises UserError for contradictory or misleading options."""
+  """Raises UserError if an option is out of range, if options contradict one another, or if the KL
+  term would have no expected gradient.
+  """
   where = name_of(config)
   surrogate_of(config)
   check_shaping(config, setting, where)

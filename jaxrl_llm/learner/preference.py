@@ -114,8 +114,8 @@ class RewardModelConfig:
 
 
 def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
-  """Builds a reward model with the loss -log σ(r_chosen - r_rejected - margin). The reward r of a
-  sequence is the score at its last token.
+  """Builds a reward model with the loss -log σ(r_chosen - r_rejected - margin), plus the centring
+  penalty if it is configured. The reward r of a sequence is the score at its last token.
   """
   check_ranges(
     config, 'reward_model', {'margin': Range(), 'center_rewards_coefficient': Range(0.0)}

@@ -1,5 +1,5 @@
-"""Training state: parameters, optimizer state and counters. Arrays are created sharded, so that no
-device ever needs memory for a whole model.
+"""Training state: parameters, optimizer state and counters. Arrays are created sharded, so that a
+device needs memory only for its own shards.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def _denominators(
 
 
 Update = Callable[..., tuple[TrainState, Report]]
-"""Called with (state, batch, used, constants, base=None). `state` is donated. `base` contains the
+"""Function of (state, batch, used, constants, base=None). `state` is donated. `base` contains the
 frozen base parameters of a model with adapters and is not donated.
 """
 

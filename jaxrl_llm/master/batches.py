@@ -1,7 +1,7 @@
 """Sources of batches, and the planner that turns each complete batch into a step plan.
 
-A step plan contains the batch's rows, says how they are split into optimizer steps, and whether the
-run evaluates, commits or ends after the step.
+A step plan contains the batch's rows. It says how they are split into optimizer steps, and whether
+the run evaluates, commits or ends after the step.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class Batches(Protocol):
   """Source from which a stage takes its batches. It exists in process 0 only."""
 
   explores: bool
-  """Whether the batches consist of the policy's own rollouts, so that engines must serve the
-  policy.
-  """
+  """Whether the policy generates rollouts for the batches, so that engines must serve it."""
   held_out: tuple[Row, ...]
   """Held-out rows, such as preference pairs, on which each evaluation measures the policy's loss.
   Empty if there are none.
@@ -259,19 +257,19 @@ class RolloutBatches:
 
 
 class MixedBatches(RolloutBatches):
-  """Batches of rollouts and a fixed number of expert rows. Rows that were added to the run come
-  first; demonstrations, which are static data, take the remaining places.
+  """Batches of rollouts and a fixed number of expert rows. Expert rows that were added to the run
+  are used first; demonstrations, which are static data, take the remaining places.
 
   If groups of earlier batches join each new batch (`Past`), the first batches may have fewer
-  rollouts, since there are few earlier groups at first.
+  rollouts, because few earlier groups exist then.
   """
 
   def __init__(self, explorer: Explorer, experts: StreamBatches, added: AddedExperts, *, rows: int):
     """
     Args:
-      experts: stream of demonstrations, `rows` at a time.
-      added: rows that were added to the run.
-      rows: number of expert rows of a batch.
+      experts: source of demonstrations, in batches of `rows`.
+      added: source of the expert rows that were added to the run.
+      rows: number of expert rows in a batch.
     """
     super().__init__(explorer)
     self._experts, self._added, self._rows = experts, added, rows
@@ -403,7 +401,7 @@ class Planner:
     Args:
       every_steps: each step whose number is a multiple of this is committed.
       every_minutes: a step is also committed if more than this many minutes have passed since the
-        last commit. If None, commits do not depend on time.
+        last commit, or since the planner was created. If None, commits do not depend on time.
       stop: future that resolves to the number of the signal that stops the run. Once it has, the
         next plan ends the run.
     """

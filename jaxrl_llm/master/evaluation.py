@@ -109,7 +109,7 @@ def _solved(suite: SuiteConfig, rows: Sequence[Row]) -> list[float]:
 def greedy_metrics(suite: SuiteConfig, rows_by_task: Sequence[Sequence[Row]]) -> dict[str, float]:
   """Returns the fraction of tasks whose greedy completion is correct, and its standard error.
 
-  Unscorable completions do not count.
+  Tasks whose completion is unscorable are left out.
   """
   solved = [solved for rows in rows_by_task for solved in _solved(suite, rows)]
   accuracy = f'val-core/{suite.taskset}/acc/greedy'
@@ -156,8 +156,8 @@ def majority(suite: SuiteConfig, rows: Sequence[Row]) -> float | None:
 def response_metrics(suite: SuiteConfig, rows: Sequence[Row]) -> dict[str, float]:
   """Returns statistics of all completions, greedy and sampled.
 
-  These are the number of tasks, the mean score and length, the fraction of truncated completions
-  and the number of unscorable ones.
+  These are the number of tasks, the mean score and length, the fraction of truncated completions,
+  the number of unscorable completions, and the total number of response tokens.
   """
   prefix = f'val-aux/{suite.taskset}'
   scores = [row['score'] for row in rows if row['score'] is not None]
@@ -188,10 +188,11 @@ class Evaluator:
     """
     Args:
       max_steps: maximum number of steps of a trajectory.
-      deadline_s: maximum seconds without a finished task while a suite runs. If they pass, `run`
-        raises WaitExpired.
+      deadline_s: maximum seconds until the next task of a running suite is finished. After that,
+        `run` raises WaitExpired.
       take_tokens: takes the name of a group, and returns the number of tokens that were generated
-        for the group since the last call. If None, the tokens of the responses are counted instead.
+        for the group since the last call with its name. If None, the tokens of the responses are
+        counted instead.
     """
     self._take_tokens = take_tokens
     self._workflow, self._scorers, self._rewards, self._events = workflow, scorers, rewards, events

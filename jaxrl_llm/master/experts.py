@@ -17,16 +17,17 @@ class AddedExperts:
     """
     Args:
       max_uses: maximum number of batches that train on a row.
-      bounds: limits of the run, which a row must not exceed. A row that exceeds them is not drawn
-        even if an earlier start of the run, with larger limits, has taken it.
+      bounds: limits of the run. A row that exceeds them is left out when it arrives. A row that is
+        too long is not drawn even if an earlier start of the run, with a larger limit, has taken
+        it.
     """
     self._store, self._max_uses, self._bounds = store, max_uses, bounds
 
   def draw(self, step: int, count: int) -> tuple[list[Row], dict[str, int]]:
-    """Takes the rows that have arrived, and draws at most `count` rows for the batch of a step.
-    Call it once per step.
+    """Takes newly arrived rows into the store, and draws at most `count` of the store's expert rows
+    for the batch of a step. Call it once per step.
 
-    Returns the rows, and the counters `experts/…` of the batch.
+    Returns the drawn rows, and the counters `experts/…` of the batch.
     """
     arrived = experts.take(self._store, step, self._check)
     longest = self._bounds.max_length

@@ -8,8 +8,8 @@ counted in this run's versions.
 Invariants:
 - Which groups a batch contains depends only on the shared batches, their order, and which of them
   were void when they were read. A killed run therefore repeats its batches and weights bit for bit,
-  unless the other run made groups void meanwhile. After a restart, the run leaves out groups that
-  were generated with exported weights that it has not trained again.
+  unless the other run made groups void meanwhile. After a restart, the run leaves out groups
+  generated with weights that it exported before the restart and has not trained again.
 - The position in the shared batches is part of this run's commits.
 - Each copied group ends in the state trained, expired or dropped. Groups that are left out are
   counted.
@@ -49,9 +49,11 @@ from jaxrl_llm.rewards.api import Reward
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 FOLLOWED = 'followed'
-"""Operator of the derived records that hold a copied trajectory's origin and reward."""
+"""Operator name of the rows in the store's table `derived` that contain the origin and reward of a
+copied trajectory.
+"""
 VOIDED = 'voided'
-"""Reason for dropping a copied group that the other run made void before it was trained on."""
+"""Reason for dropping a copied group that the other run made void before this run trained on it."""
 POLL_S = 0.5
 """Seconds between checks for new shared batches."""
 _COUNTERS = ('voided', 'voided_trained', 'expired', 'left_out')
@@ -125,7 +127,8 @@ class FollowedBatches:
       text: returns a sample's completion.
       exported: takes a step, and returns the digest of the weights that this run has exported at
         this step; None if it has exported none, or has undone the step since.
-      sleep: waits the given number of seconds between two checks for new batches.
+      sleep: function that waits for the given number of seconds; called between checks for new
+        batches.
     """
     self._config, self._shared, self._store = config, shared, store
     self._tasks, self._render, self._text = tasks, render, text
@@ -226,8 +229,8 @@ class FollowedBatches:
         await self._sleep(POLL_S)
 
   def _follow(self) -> bool:
-    """Drops groups that became void or too old, and reads the next shared batch if there are too
-    few groups. Returns whether it read one.
+    """Drops groups that became void, expires groups that are too old, and reads the next shared
+    batch if too few groups remain. Returns whether it has read a batch.
     """
     try:
       place = self._next()
@@ -252,7 +255,11 @@ class FollowedBatches:
       raise _Unreadable(str(error)) from None
 
   def _next(self) -> tuple[int, int] | None:
-    """Returns the next batch to read as (attempt, step), and drops the groups that became void."""
+    """Returns the next batch to read as (attempt, step), and drops the groups that became void.
+    Returns None if the other run has not started.
+
+    Raises UserError if the other run's store has been replaced or its vocabulary differs.
+    """
     config, (store, attempt, step) = self._config, self._cursor
     try:
       openings = self._shared.openings()
@@ -281,7 +288,8 @@ class FollowedBatches:
     return now_attempt, now_step
 
   def _drop_voided(self, before: int, starts: Sequence[tuple[int, int]]) -> None:
-    """Drops the waiting groups of void batches, and counts the trained ones.
+    """Drops the waiting groups of void batches, and counts the groups of void batches that this run
+    has already trained on.
 
     Args:
       before: attempt (start of the other run) whose batches were being read.
@@ -369,8 +377,8 @@ class FollowedBatches:
     return _Group(uids, batch.attempt, batch.step, group.key, version, members)
 
   def _check(self, group: SharedGroup, trajectories: Sequence[Sequence[Sample]]) -> None:
-    """Raises UserError if the group's prompt differs from the task's prompt in this run, or if its
-    trajectories are too long or inconsistent.
+    """Raises UserError if the group's prompt differs from the task's prompt in this run, if a
+    trajectory has too many steps, or if the indices of trajectories or steps are inconsistent.
     """
     config, task = self._config, self._tasks[group.task]
     what = f'{config.where}.run: group {group.group}'
@@ -541,7 +549,9 @@ def _version(shared: SharedVersion) -> Version:
 
 
 def _oldest(sample: Sample) -> int:
-  """Returns the step of the oldest weights that generated a trained token of a sample."""
+  """Returns the step of the oldest weights that generated a trained token of a sample. If the
+  sample has no trained tokens, all its segments count.
+  """
   trained = [s for s in sample.segments if sample.loss_mask[s.start : s.end].any()]
   return min(segment.version.step for segment in trained or sample.segments)
 

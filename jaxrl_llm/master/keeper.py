@@ -46,8 +46,8 @@ from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
 _ABANDON_S = 60.0
 """Maximum seconds for which a failing run waits for the commit in progress."""
 _WITHOUT_PEER_S = 5.0
-"""Maximum seconds for which a failing run waits for the commit if another process has failed. The
-failed process may never write its part.
+"""Maximum seconds for which a failing run waits for a cancelled evaluation to end, and for the
+commit if another process has failed. The failed process may never write its part.
 """
 _WARN_EVERY = 20
 """Minimum number of steps between two warnings about the same mismatch budget (see
@@ -183,8 +183,10 @@ _Bests = Mapping[str, tuple[float, int]]
 
 
 def _ranked(bests: _Bests, stage: Stage, step: int, accuracy: float | None) -> _Bests:
-  """Returns the best evaluation of each stage after an evaluation at `step` with this accuracy
-  (None without a result).
+  """Returns `bests`, updated with the accuracy that an evaluation at `step` has measured.
+
+  The accuracy is None if the evaluation has no result. An evaluation at the start of a stage does
+  not count.
   """
   best = bests.get(stage.name)
   if accuracy is None or step == stage.start or (best is not None and accuracy <= best[0]):
@@ -193,7 +195,7 @@ def _ranked(bests: _Bests, stage: Stage, step: int, accuracy: float | None) -> _
 
 
 class _Evaluation(NamedTuple):
-  """Evaluation in progress beside training."""
+  """Evaluation in progress."""
 
   step: int
   stage: Stage
@@ -237,7 +239,9 @@ class RunKeeper:
     awaited.
     """
     self._evaluation: _Evaluation | None = None
-    """Evaluation in progress beside training; None if there is none. The same in every process."""
+    """Evaluation in progress; None if there is none. Every process records the evaluation, but only
+    process 0 runs it.
+    """
     self._interrupted: int | None = None
     """Step of the evaluation that a signal interrupted while training continued; None if there was
     none. Steps after it are not committed, so that the next start of the run repeats it.
@@ -264,8 +268,8 @@ class RunKeeper:
   ) -> LoopState:
     """Writes the step's metrics and rollouts, then evaluates and commits if the plan says so.
 
-    Raises CheckpointFailed if the commit in flight has failed, and the error of an evaluation in
-    progress that has failed.
+    If the commit in progress has failed, raises CheckpointFailed. If an evaluation that runs beside
+    training has failed, raises its error.
     """
     self._raise_failed()
     seconds = self._stopwatch.take()
@@ -311,9 +315,10 @@ class RunKeeper:
       raise error
 
   async def leave(self, state: LoopState, stage: Stage) -> None:
-    """Waits for the commit in progress, then begins a commit of the completed batches unless one
-    already contains them. Called when a signal is about to end the process; the caller waits for
-    the new commit with `settle`.
+    """Waits for the commit in progress, then begins a commit of the completed batches, unless one
+    already contains them or the signal interrupted an earlier evaluation (see `_interrupted`).
+    Called when a signal is about to end the process; the caller waits for the new commit with
+    `settle`.
     """
     state = await self.evaluated(state)
     with self._stopwatch.timed('save_checkpoint'):
@@ -328,8 +333,8 @@ class RunKeeper:
         await self._settled()
 
   async def abandon(self, error: BaseException) -> None:
-    """Waits a short time for the commit in progress, if any, because the run is failing with
-    `error`. If the commit fails too, that is only logged.
+    """Cancels the evaluation in progress, then waits a short time for the commit in progress,
+    because the run is failing with `error`. If the commit fails too, the failure is only logged.
     """
     if self._evaluation is not None and (suites := self._evaluation.suites) is not None:
       suites.cancel()
@@ -398,7 +403,8 @@ class RunKeeper:
   async def evaluated(self, state: LoopState, *, wait: bool = True) -> LoopState:
     """Returns the state with the result of the evaluation in progress; see `Keeper.evaluated`.
 
-    `evaluated` of the returned state is True only if the evaluation is that of `state`.
+    If an evaluation has ended, `evaluated` of the returned state is True only if that evaluation
+    was complete and belongs to the step of `state`.
     """
     if self._evaluation is None:
       return state
@@ -432,7 +438,7 @@ class RunKeeper:
 
   async def _run_suites(self, logs: Logs, step: int, stage: Stage) -> tuple[int, float | None]:
     """Runs all suites and writes their results as those of `step`. Returns 0 and the greedy
-    accuracy on the first suite, which is None if no completion is scorable.
+    accuracy on the first suite, or 0 and None if none of its greedy completions is scorable.
 
     If a signal interrupts a suite, returns the signal's number and None, and writes nothing. The
     next start of the run then repeats all suites.

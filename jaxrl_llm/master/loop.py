@@ -50,8 +50,9 @@ class LoopState:
   stop: int = 0
   """Number of the signal that ends the run; 0 if there was none."""
   bests: Mapping[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
-  """(accuracy, step) of the best evaluation after at least one step of each stage so far, keyed by
-  stage. Of equal accuracies, the earliest counts.
+  """Best evaluation of each stage so far, as (accuracy, step), keyed by the stage's name.
+  Evaluations at the start of a stage do not count. Of evaluations with equal accuracies, the
+  earliest is the best.
   """
 
 

@@ -27,7 +27,7 @@ _BUDGETS = {
   'warn_k3_kl': ('rollout_corr/k3_kl', 'nats per token'),
   'warn_max_difference': ('sampling/sampling_logp_difference/max', 'nats at one token'),
 }
-"""For each field of MismatchConfig, the metric that the field limits and the metric's unit."""
+"""(metric, unit of the metric) that each field of MismatchConfig limits, keyed by field name."""
 
 Pair = tuple[Float[np.ndarray, '...'], Float[np.ndarray, '...']]
 """(trainer's logprobs before the update, sampler's logprobs) of one sample. They contain only
@@ -57,9 +57,9 @@ def mismatch_metrics(pairs: Sequence[Pair]) -> dict[str, Metric]:
   """Returns mismatch metrics over the tokens and over the sequences of a batch. The result is empty
   if no token was sampled.
 
-  `rollout_is_eff_sample_size` is (Σw)² / (N Σw²) over the N tokens of the batch, a number in (0,
-  1]. Unlike the other metrics, its values for two batches do not determine its value for both
-  together.
+  `rollout_is_eff_sample_size` is (Σw)² / (N Σw²) over the N tokens of the batch, a number in
+  (0, 1]. Unlike the other metrics, its value over two batches together cannot be computed from its
+  values over each of them.
   """
   pairs = [(np.asarray(t, np.float64), np.asarray(b, np.float64)) for t, b in pairs if len(t)]
   if not pairs:
@@ -90,7 +90,7 @@ def _of_tokens(r: Float[np.ndarray, 'tokens']) -> dict[str, Metric]:
       float(w.sum() ** 2 / (len(w) * (w**2).sum())), 1
     ),
     'rollout_corr/kl': _mean(-r),
-    # r is often below 1e-6, where exp(r) - 1 - r would be only rounding error; expm1 avoids it.
+    # |r| is often below 1e-6, where exp(r) - 1 - r would be only rounding error; expm1 avoids it.
     'rollout_corr/k3_kl': _mean(np.expm1(bounded) - r),
     'rollout_corr/chi2_token': _mean(np.expm1(2.0 * bounded)),
     'sampling/sampling_logp_difference/mean': _mean(size),

@@ -2,8 +2,9 @@
 memory while rollouts are generated, rows are scored, and models are updated.
 
 Invariant: when a phase begins, the devices hold exactly the roles that compute in it and those
-configured to stay resident. The ledger of device memory records this for each role. Moving a role
-preserves every bit, so phases do not change a run's results.
+configured to stay resident. The only exception is the commit phase, which leaves the devices
+unchanged. The ledger of device memory records the bytes of each role. Moving a role preserves every
+bit, so phases do not change a run's results.
 
 The phases of rollout, inference and training, and the moves of roles between them, follow the
 figure in DeepSeek-R1 (arXiv:2501.12948, appendix B.1).
@@ -95,8 +96,8 @@ class Phase(enum.StrEnum):
 
 
 def roles_of(learned: Learned) -> dict[str, Any]:
-  """Returns the arrays of each role, keyed by the role's name in the dry run. Step counters belong
-  to no role and never move.
+  """Returns the arrays of each role, keyed by the role's name, which is the name that the dry run
+  prints. Update counters belong to no role and never move.
   """
   critic = learned.critic
   roles = {
@@ -188,8 +189,8 @@ class MemoryPhases(Phases):
     self._config, self._process, self._engine = config, process, engine
     self._directory = workdir / DIRECTORY / str(jax.process_index())
     self._away: dict[str, list[Sharding]] = {}
-    """For each role that has been moved off the devices: the shardings that programs expect for its
-    arrays.
+    """Shardings that programs expect for the arrays of each role that has been moved off the
+    devices, keyed by role.
     """
     self._ledger_device = process.mesh.local_devices[0]
     self._metrics: dict[str, float] = {}
@@ -314,4 +315,4 @@ class MemoryPhases(Phases):
 
 
 async def _nothing() -> None:
-  """Empty decision. Broadcasting it makes the processes wait for each other."""
+  """Does nothing. Broadcasting its result makes the processes wait for each other."""

@@ -33,8 +33,8 @@ from jaxrl_llm.tasks.selectors import Passes
 def write_recorded(
   workdir: pathlib.Path, file: str, groups: Sequence[Sequence[Experience]]
 ) -> None:
-  """Writes groups to `file`, a path relative to the run directory. If the process dies, the file is
-  either complete or absent.
+  """Writes the samples of groups to `file`, a path relative to the run directory, and everything
+  else to a JSON file beside it. If the process dies, `file` is either complete or absent.
   """
   path = workdir / file
   choices = [choice for group in groups for choice in group]

@@ -28,8 +28,8 @@ from jaxrl_llm.master.trainer import Batch, Updated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, mean_of, resolve, spread
 
 _OWN_PREFIXES = ('partial/', 'explore/', 'perf/', 'response_length/')
-"""Counters of a plan that begin with one of these are metrics under their own names. The names of
-other counters get the prefix `run/`.
+"""Counters of a plan whose names begin with one of these prefixes become metrics of the same names.
+The names of other counters get the prefix `run/`.
 """
 _CONTEXT_CHARACTERS = 20_000
 """Maximum number of characters of a prompt or observation in a rollout row. The middle of a longer
@@ -57,7 +57,9 @@ def step_metrics(
 
 
 def batch_metrics(batch: Batch, taken: Mapping[str, Experience]) -> dict[str, Metric]:
-  """Returns the length, reward, advantage and packing metrics of a batch."""
+  """Returns the metrics of a batch that need no logprobs, such as those of lengths, rewards,
+  advantages and packing.
+  """
   plan = batch.plan
   rows = [row for row in plan.rows if row.uid in taken] if taken else list(plan.rows)
   ends = [row for row, is_end in zip(rows, _ends(rows), strict=True) if is_end]
@@ -119,7 +121,7 @@ def _shaped(rows: Sequence[Row], rewards: Sequence[float | None]) -> list[float]
 
 
 def _partial_metrics(rows: Sequence[Row], samples: Sequence[Sample]) -> dict[str, Metric]:
-  """Returns statistics of the number of batches over which each sample was generated, and the
+  """Returns statistics of the number of policy versions that generated each sample, and the
   fraction of sampled tokens that is trained on.
   """
   return {
@@ -206,7 +208,7 @@ def _span_metrics(
   batch: Batch, updated: Updated, taken: Mapping[str, Experience]
 ) -> dict[str, Metric]:
   """Returns the mismatch metrics of the tokens, separately for each lag, if any rollout has tokens
-  of several versions. The lag is the number of updates between the weights that sampled a token and
+  of several versions. The lag is the number of batches between the weights that sampled a token and
   the weights before this batch's update.
   """
   by_lag: dict[int, list[Pair]] = {}

@@ -55,8 +55,8 @@ class SharingBatches(RolloutBatches):
 
   @property
   def clock_decisions(self) -> int:
-    """Number of decisions that a clock has made. Each exported version that this process took is
-    one, because it was the newest at that moment.
+    """Number of decisions that depended on timing, which is the number of exported versions taken:
+    each time, this process takes the version that is the newest at that moment.
     """
     return self._taken_versions()
 

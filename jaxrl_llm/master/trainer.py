@@ -67,15 +67,19 @@ class Stage:
   minibatches: int
   epochs: int
   evaluate_every: int | None
-  """Number of steps between evaluations; None to evaluate only the end of the stage. The end of the
-  stage is always evaluated.
+  """Number of steps between evaluations; None to evaluate only at the end of the stage. The policy
+  is always evaluated at the end of the stage.
   """
   overlap_evaluation: bool = False
-  """Whether training continues while an evaluation runs, unless it is that of the stage's end."""
+  """Whether training continues while an evaluation runs. The evaluation at the end of the stage
+  never overlaps with training.
+  """
   explores: bool
-  """Whether the stage's batches are the policy's own rollouts."""
+  """Whether rollouts are generated for the stage's batches."""
   recorded: bool = False
-  """Whether the stage's batches are rollouts of another run."""
+  """Whether the stage's batches are rollouts of another run, imported once or followed while the
+  other run explores.
+  """
   trains: bool = True
   """Whether the stage trains on its batches. If False, they are only stored."""
   follows: bool = False
@@ -89,7 +93,7 @@ class Stage:
   bound: int = 0
   """Maximum staleness of the stage's rollouts in batches."""
   held_out: str | None = None
-  """Name of the preference set on which evaluations measure the policy; None to measure none."""
+  """Name of the preference set on which evaluations measure the policy; None if there is none."""
 
   @property
   def updates(self) -> int:
@@ -394,8 +398,8 @@ class StageTrainer:
   def _at_reference(
     self, learned: Learned, batch: Batch, packed: PackedStep
   ) -> dict[str, np.float32]:
-    """Returns the scalar `AT_REFERENCE` of an optimizer step: whether the policy still equals the
-    reference. The dictionary is empty if the learner keeps no reference.
+    """Returns a dictionary with the scalar `AT_REFERENCE` of an optimizer step: 1 if the policy
+    still equals the reference, else 0. The dictionary is empty if the learner keeps no reference.
     """
     if not self._stage.algorithm.keeps_reference:
       return {}
@@ -433,7 +437,7 @@ class StageTrainer:
 
     Rows with non-finite values in the columns that `annotate` reads are already left out of the
     loss. Arrays that stay on the devices are not checked in each step, only here after an update
-    has failed.
+    was skipped.
     """
     inputs = ('behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'values', 'returns')
     arrays = {name: getattr(packed.chunks, name) for name in ('advantages', *inputs)}

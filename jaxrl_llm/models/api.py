@@ -47,9 +47,9 @@ class Model(NamedTuple):
   """A model as functions of its parameters, which are nested dicts of arrays. Kernels are `[out,
   in]`.
 
-  init: key -> parameters. Kernels and heads are drawn from a normal distribution with standard
-    deviation initializer_range; norms are 1 and biases 0. A key gives the same numbers whether or
-    not layers are scanned, and with or without adapters.
+  init: random key -> parameters. Kernels and heads are drawn from a normal distribution with
+    standard deviation initializer_range; norms are 1 and biases 0. A key gives the same numbers
+    whether or not layers are scanned, and with or without adapters.
   apply: (params, tokens, positions, segment_ids, seen_until=None) -> hidden states after the final
     norm, in the compute dtype. Attention is causal and stays within tokens of equal segment id; id
     0 is padding. Positions restart at 0 in each segment. With `seen_until`, segments share

@@ -2,7 +2,7 @@
 
 Invariant: an entry is written before the computation of any token that may attend to it (index <=
 position). Entries beyond a row's last position, such as prefill padding or tokens of an earlier
-sequence in the same row, are therefore never read.
+sequence in the same row, are therefore never attended to.
 """
 
 from __future__ import annotations

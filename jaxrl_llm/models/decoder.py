@@ -82,8 +82,8 @@ class UnrolledLayers(nn.Module):
 def scanned_layers(
   spec: ModelSpec, options: ModelOptions, mesh: Mesh | None, *, name: str
 ) -> nn.Module:
-  """Builds a module that scans one layer over stacked parameters. Only training uses this module,
-  so it has no KV cache.
+  """Builds a module that scans one layer over stacked parameters. It takes no KV cache, because
+  decoding uses `UnrolledLayers`.
   """
   layer = remat_layer(options.remat, in_scan=True)
   scan = nn.scan(

@@ -2,9 +2,9 @@
 embedding.
 
 Invariant: callers multiply hidden states with `head_kernel(params)` themselves. The decoder never
-does, so that `[batch, time, vocab]` need not be materialised. The head 'value' or 'scalar' is one
-new row, drawn from a normal distribution with standard deviation initializer_range, as
-`transformers` initialises `score`.
+does, so that `[batch, time, vocab]` need not be materialised. A 'value' or 'scalar' head is one new
+row, drawn from a normal distribution with standard deviation initializer_range, as `transformers`
+initialises `score`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def is_tied(spec: ModelSpec) -> bool:
 
 
 def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelSpec:
-  """Returns the spec with another head. The heads 'value' and 'scalar' are never tied. An 'lm' head
-  that replaces one of them is not tied either.
+  """Returns the spec with another head. For 'value' and 'scalar', `tie_word_embeddings` becomes
+  False, so that an 'lm' head that later replaces this head is not tied either.
   """
   return dataclasses.replace(
     spec, head=head, tie_word_embeddings=head == 'lm' and spec.tie_word_embeddings
@@ -41,8 +41,8 @@ def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelS
 
 
 def has_head(params: Params, spec: ModelSpec) -> bool:
-  """Returns whether a parameter tree has the output head of `spec`, judged by the shape of its
-  kernel.
+  """Returns whether a parameter tree has the output head of `spec`. The presence of a head's kernel
+  and the shape of this kernel decide.
   """
   kernel = params['head']['kernel'] if 'head' in params else None
   if is_tied(spec) or kernel is None:

@@ -69,9 +69,7 @@ def inverse_frequencies(
 def rotation(
   positions: Int[Array, 'batch time'], frequencies: Float[np.ndarray, 'pairs'], *, dtype: jnp.dtype
 ) -> Rotation:
-  """Computes cosines and sines at `positions` in at least float32. Positions start at 0 in each
-  segment.
-  """
+  """Computes the cosines and sines at `positions` (see `Places`) in at least float32."""
   angles = positions[..., None, None].astype(jnp.promote_types(dtype, jnp.float32)) * frequencies
   return Rotation(jnp.cos(angles), jnp.sin(angles))
 

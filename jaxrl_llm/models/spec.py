@@ -1,8 +1,8 @@
 """Model architecture (`ModelSpec`) and compute options (`ModelOptions`), validated on construction.
 
-Invariant: the spec alone determines the names and shapes of the parameters. The options affect
-parameters in three ways only: `scan_layers` stacks the layers along a leading axis, `param_dtype`
-is the dtype of new parameters, and `lora` adds adapters.
+Invariant: the spec determines the parameters, and the options affect them in three ways only:
+`scan_layers` stacks the layers along a leading axis, `param_dtype` is the dtype of new parameters,
+and `lora` adds adapters.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class LoraConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-  """Compute options of a model. Results are the same for all options, up to rounding."""
+  """Compute options of a model. Except for `lora`, the options change results only by rounding."""
 
   scan_layers: bool = False
   """Whether all layers are computed by a scan of one compiled layer over their stacked parameters.

@@ -2,8 +2,8 @@
 sampled.
 
 These weights and masks change the numerator of the loss, never its denominator. The denominator
-still counts rejected tokens: if the loss were divided by the number of kept tokens instead, its
-gradient would be N / N_kept times as large.
+still counts rejected tokens. If the loss were divided by the number of kept tokens instead, the
+gradient would be larger by the factor (all tokens) / (kept tokens).
 
 In all functions, `mask` marks the trained tokens that a sampler drew. Where it is False, behaviour
 logprobs are ignored, the weight is 1 and the token is kept, so that expert tokens in the same batch
@@ -46,7 +46,7 @@ def importance_weights(
   sequence: min(exp(Σ d over the sequence's valid tokens), C), at each of its tokens.
   icepop: exp(dₜ) where lower ≤ exp(dₜ) ≤ C, else 0 (Ring-1T, arXiv:2510.18855).
 
-  The log of a weight is limited to ±20. The weight is 1 where `mask` is False.
+  The exponents are limited to ±20. The weight is 1 where `mask` is False.
 
   Args:
     threshold: C; IcePop's authors use 5.

@@ -100,19 +100,19 @@ def unbiased_kl(
 def has_expected_gradient(
   kind: Estimator, *, place: Literal['loss', 'reward'], unbiased: bool
 ) -> bool:
-  """Returns whether a KL term with these settings moves the policy, on average over on-policy
-  samples.
+  """Returns whether a KL term with these settings moves the policy towards the reference, on
+  average over on-policy samples. Below, d = log π - log ref.
 
-  k1 in the loss does not: E[∇(log π - log ref)] = E[∇log π] = 0. If the loss is summed over
-  sequences, k1 adds only noise. If the loss is divided by sampled lengths, some gradient remains,
-  but it does not point to the reference. `unbiased` makes no difference, because `unbiased_kl` does
-  not accept k1.
+  k1 in the loss does not: E[∇d] = E[∇log π] = 0. If the loss is summed over sequences, k1 adds only
+  noise. If the loss is divided by sampled lengths, some gradient remains, but it does not point to
+  the reference. `unbiased` makes no difference, because `unbiased_kl` does not accept k1.
 
   k2 in the loss has the reverse KL's gradient, E[d ∇log π]. k3 in the loss has the forward KL's
   gradient, E[(1 - exp(-d)) ∇log π]. This gradient is not zero, but as a gradient of the reverse KL
   it is biased. With `unbiased`, `unbiased_kl` removes the bias.
 
   In the reward, the value of every estimator is a penalty that acts through the policy gradient.
-  The means of k1 and k3 are the KL itself, and the mean of k2 is close to the KL.
+  The means of k1 and k3 are the KL itself, and the mean of k2 approximates the KL while the policy
+  is close to the reference.
   """
   return not (kind == 'k1' and place == 'loss')

@@ -1,7 +1,8 @@
 """Policy-gradient surrogates. A surrogate is a loss per token, to which off-policy correction,
 aggregation, and KL and entropy terms are applied later.
 
-It is defined by an options dataclass and a function of the tokens and these options (`Surrogate`).
+Each surrogate is defined by an options dataclass and a function of the tokens and these options
+(`Surrogate`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Choice(NamedTuple):
   reason: str
   block: int
   """Block size in tokens for blockwise attention. On a CPU, blocks are small enough to fit in the
-  caches. On other platforms, they are large enough to hide the fixed cost of a step.
+  caches. On other platforms, they are large enough to hide the fixed cost per block.
   """
 
 
@@ -113,8 +113,7 @@ def attention(
     of_keys: places of the keys' tokens. For a fused kernel, this must be the same object as
       `of_queries`, which states that queries and keys belong to the same tokens. The segments of
       each row must then follow one another, with consecutive positions.
-    window: number of tokens that a query sees, including its own. If None, a query sees all tokens
-      back to the start of its segment.
+    window: number of tokens that a query sees, including its own; None for no limit.
     softcap: if given, scores s become softcap · tanh(s / softcap).
     implementation: 'masked' materialises all scores. 'blockwise' materialises one block of scores
       at a time, in the forward and the backward pass. 'splash' and 'pallas_gpu' are the fused
@@ -155,8 +154,8 @@ def masked(
   window: int | None = None,
   softcap: float | None = None,
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Reference implementation, which computes all scores at once and masks the scores of unseen
-  keys.
+  """Computes `attention` with all scores at once and masks the scores of unseen keys. This is the
+  reference implementation.
 
   Keys and values are never copied. The softmax weights are cast to the dtype of the values for the
   product with them. The result is normalised after this product, as in flash attention

@@ -1,5 +1,5 @@
-"""FlashAttention-2 in plain JAX. On any platform, forward and backward pass need memory linear in
-time.
+"""FlashAttention-2 in plain JAX. On any platform, the memory needed by the forward and the backward
+pass is linear in the sequence length.
 
 Source: Dao 2023 (arXiv:2307.08691), algorithms 1 and 2, with the online softmax of Milakov and
 Gimelshein 2018 (arXiv:1805.02867). Invariant: only one block of scores is materialised at a time.
@@ -12,8 +12,8 @@ row_sum = 0 and acc = 0.
   row_sum' = rescale · row_sum + rowsum(P);  acc' = rescale · acc + P V
   at the end:  O = acc / row_sum;  lse = row_max + log(row_sum)
 
-Backward pass: the inputs are O, lse (the log of the sum of exponentials) and dO. P is recomputed
-instead of stored. The symbol ∘ is the elementwise product.
+Backward pass: besides Q, K and V, the inputs are O, lse (the log of the sum of exponentials) and
+dO. P is recomputed instead of stored. The symbol ∘ is the elementwise product.
 
   delta = rowsum(dO ∘ O)
   P = exp(S - lse);  dP = dO Vᵀ;  dS = P ∘ (dP - delta)
@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.ops.places import FLOOR, MASKED, Places, visible
 
 BLOCK = 128
-"""Number of queries in a block, and number of keys in a block."""
+"""Default number of queries in a block, and of keys in a block."""
 
 
 _Queries = Float[Array, 'batch time heads head_dim']
@@ -64,10 +64,10 @@ def blockwise(
 ) -> Float[Array, 'batch time heads head_dim']:
   """Computes `attention` block by block.
 
-  Each block of queries iterates over the blocks of keys that it may see. If rows contain packed
-  segments in order, these are only blocks with tokens of the same segments that are not later than
-  the queries, and blocks of the prefixes that these segments share. Later tokens and other segments
-  then cost nothing. Rows of the batch are processed sequentially, each with its own blocks.
+  Each block of queries iterates only over the blocks of keys that it may see. If a row contains
+  packed segments in order, blocks of keys that contain only later tokens or unrelated segments
+  therefore cost nothing. Unrelated segments are those that share no prefix with the queries'
+  segments. Rows of the batch are processed sequentially, each with its own blocks.
   """
   return _attend(query, key, value, of_queries, of_keys, _Rule(window, softcap, block))
 
@@ -204,9 +204,10 @@ def _visits(
   visit, in ascending order and followed by all other indices, and the number of blocks to visit.
 
   Tokens are ordered by segment, then by position. For a block of queries, a block of keys is left
-  out in three cases: all keys come after the last query, every segment that sees one of the keys
-  comes before the first query's segment, or all keys are beyond the first query's window. Even if
-  the tokens of a row are not in this order, no key that a query may attend to is left out.
+  out in three cases: all keys come after the last query; every segment that sees one of the keys
+  comes before the first query's segment; or the first query's segment is the last that sees one of
+  the keys, and all keys that it sees are beyond the first query's window. Even if the tokens of a
+  row are not in this order, no key that a query may attend to is left out.
   """
   low, low_at, high, high_at = (x[..., :, None] for x in _span(of_queries))
   key_low, key_low_at, _, _ = (x[..., None, :] for x in _span(of_keys))

@@ -161,7 +161,7 @@ def pallas_gpu(
   """Runs JAX's Triton kernel, which compares segment ids inside the kernel.
 
   cuDNN is not used, because JAX's public interface to it supports segments only as a bias array
-  `[batch, 1, time, time]`. The Triton kernel avoids exactly this array. The kernel compiles only
+  `[batch, 1, time, time]`. The Triton kernel does not need such an array. The kernel compiles only
   where a GPU is present and has not yet run on one; tests compare it with the reference
   implementation in Pallas's interpreter mode. JAX 0.12 announces that the kernel will be removed.
 

@@ -1,5 +1,5 @@
-"""Logprobs, values and scores of tokens from hidden states. `[batch, time, vocab]` is never
-materialised.
+"""Logprobs, values and scores of tokens from hidden states. Logits `[batch, time, vocab]` are
+materialised only for `token_chunk` positions of every row at a time.
 
 Hidden state t predicts token t + 1. Only this module shifts tokens relative to hidden states.
 """
@@ -20,12 +20,12 @@ from jaxrl_llm.ops.reduce import segment_sums
 
 class TokenLogprobs(NamedTuple):
   """Logprobs and entropies, aligned with tokens: entry t is for `tokens[t]` given `tokens[:t]`.
-  Entries are 0 at the first token of a segment and at tokens that are not wanted.
+  Entries are 0 at padding, at the first token of a segment and at tokens that are not wanted.
   """
 
   logprobs: Float[Array, 'chunks time']
   entropy: Float[Array, 'chunks time']
-  """Entry t is the entropy, in nats, of the distribution from which `tokens[t]` was drawn."""
+  """Entry t is the entropy, in nats, of the model's distribution of the token at t."""
 
 
 class TokenValues(NamedTuple):
@@ -95,12 +95,12 @@ def token_logprobs(
   """Computes the logprobs of the tokens under softmax(hidden @ kernel.T / temperature), and the
   entropy of this distribution.
 
-  Logits are materialised for `token_chunk` positions of every row at a time and recomputed in the
-  backward pass. With `wanted`, the wanted positions are gathered first, and only as many chunks are
-  computed as these positions fill. If memory allows, one chunk for all positions is preferable: a
-  compiler that sees both passes then computes the logits only once. If the vocabulary axis of
-  `kernel` is sharded, the logits are sharded likewise, and devices exchange only maxima, sums and
-  the targets' logits.
+  Positions are processed in chunks of `token_chunk` positions of every row. Logits are materialised
+  for one chunk at a time, and recomputed in the backward pass. With `wanted`, the wanted positions
+  are gathered first, and only as many chunks are computed as these positions fill. If memory
+  allows, one chunk for all positions is preferable: a compiler that sees both passes then computes
+  the logits only once. If the vocabulary axis of `kernel` is sharded, the logits are sharded
+  likewise, and devices exchange only maxima, sums and the targets' logits.
 
   Statistics are computed in at least float32, regardless of the dtype of `hidden`. `hidden` and
   `kernel` have gradients, but the temperature has none.
@@ -113,7 +113,8 @@ def token_logprobs(
       logprob, and its entry is 0.
     temperature: for each token, the temperature of its sample. Logits are divided by the
       temperature.
-    wanted: tokens to compute. The entries of all other tokens are 0. If None, all are computed.
+    wanted: tokens whose logprobs and entropies are computed; the entries of all other tokens are 0.
+      If None, all are computed.
     token_chunk: number of positions that are computed at a time. It must divide `time`.
     time_shards: number of equal contiguous shards of time over devices. It must divide
       `token_chunk`. A chunk consists of equally many positions of each shard, so that no data move
@@ -193,7 +194,7 @@ class _Split(NamedTuple):
   shardings: KernelShardings | None
 
   def gathered(self, kernel, dtype):
-    """Returns the kernel in `dtype`, as products use it."""
+    """Returns the kernel in `dtype`, sharded for products with hidden states."""
     converted = kernel.astype(dtype)
     if self.shardings is None:
       return converted

@@ -19,8 +19,8 @@ class Places(NamedTuple):
 
   With `seen_until`, segments share prefixes. A segment may continue from an inner position of an
   earlier segment, so the segments of a row form trees. Segments are numbered in depth-first order:
-  the segments that continue from a token, directly or through others, have the numbers that follow
-  the token's segment, without gaps.
+  the other segments that share a token have the numbers that directly follow the number of the
+  token's own segment.
   """
 
   segment_ids: Int[Array, '*batch time']

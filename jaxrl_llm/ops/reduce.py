@@ -1,8 +1,7 @@
 """Sums over packed tokens: loss terms with their denominators, and the usual loss aggregations.
 
-A loss is never a mean of means. Each term has a numerator and a denominator. Both are summed over
-micro-batches and ranks, and divided only once, so that the loss does not depend on how sequences
-were packed and split.
+Each term of a loss has a numerator and a denominator. Both are summed over micro-batches and ranks,
+and divided only once, so that the loss does not depend on how sequences were packed and split.
 """
 
 from __future__ import annotations
@@ -95,5 +94,5 @@ def aggregate(
 
 
 def masked_stat(values: Float[Array, '*shape'], mask: Bool[Array, '*shape']) -> Stat:
-  """Returns the mean of `values` where `mask` is True, as a metric of sum and count."""
+  """Returns a metric whose value is the mean of `values` where `mask` is True."""
   return Stat(jnp.where(mask, values, 0.0).sum(), mask.sum().astype(jnp.float32))

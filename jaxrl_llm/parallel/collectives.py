@@ -1,8 +1,8 @@
 """Communication volume of a compiled program, parsed from its text.
 
 A collective in the body of a loop counts once per iteration if the compiler knows the number of
-iterations, as for scanned layers. In other loops it counts only once: the number of micro-batches
-and the number of chunks of the head are known only at run time.
+iterations, as for scanned layers. In other loops it counts only once. Examples are the loops over
+micro-batches and over chunks of the head, whose iterations are known only at run time.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _parse_line(line: str, name: str, computation: _Computation) -> None:
 def _whole(
   kind: str, *, started: bool, result: str, line: str, types: Mapping[str, str]
 ) -> list[_Array]:
-  """Returns the arrays whose sizes count in `Traffic.bytes`."""
+  """Returns those arrays of a collective that `Traffic.bytes` counts."""
   if started and kind != 'all-reduce':
     # An asynchronous start returns a tuple of operands, an equal number of results, and context
     # scalars.

@@ -49,7 +49,7 @@ class CoordinationConfig:
   def __post_init__(self):
     for name in ('join_s', 'heartbeat_s', 'beat_s', 'silence_s', 'device_s', 'leave_s', 'grace_s'):
       value = getattr(self, name)
-      # NaN is rejected, too, because `0 < value` is false for it.
+      # This also rejects NaN, because every comparison with NaN is false.
       if value is not None and not 0 < value < _MOST_S:
         raise UserError(
           f'coordination.{name}: {value}, wanted a number of seconds above 0 and below {_MOST_S:g}'
@@ -78,6 +78,6 @@ def grace_of(config: CoordinationConfig, environment: Mapping[str, str]) -> floa
 
 
 _MOST_S = 1e6
-"""Maximum of each time limit in `CoordinationConfig`, in seconds (about twelve days). Larger values
-would overflow timers in the libraries that receive them.
+"""Exclusive upper bound of each time limit in `CoordinationConfig`, in seconds (about twelve days).
+Much larger values would overflow timers in the libraries that receive them.
 """

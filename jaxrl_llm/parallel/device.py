@@ -29,7 +29,7 @@ class PeerFailed(RunError):
   """Another process of the job has failed or disappeared, while this process is healthy."""
 
   exit_code = 75
-  """EX_TEMPFAIL, from which a supervisor sees that the cause is in another process."""
+  """EX_TEMPFAIL, which tells a supervisor that the cause is in another process."""
 
 
 class DeviceThread:

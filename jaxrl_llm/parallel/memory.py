@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 from jaxrl_llm.core.errors import RunError
 
 HOST, DEVICE = 'pinned_host', 'device'
-"""JAX's names of host memory and device memory."""
+"""JAX's names for host memory and device memory."""
 
 
 class StoredShard(NamedTuple):
@@ -103,7 +103,9 @@ def to_host(tree: PyTree) -> PyTree:
 
 
 def destroyed(tree: PyTree) -> PyTree:
-  """Frees the arrays of a tree. In the result, each array is replaced by its shape and type."""
+  """Frees the arrays of a tree. In the result, each array is replaced by a `jax.ShapeDtypeStruct`
+  with the same shape, dtype and sharding.
+  """
 
   def free(leaf):
     like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -26,7 +26,7 @@ number of data-parallel ranks.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """Number of devices along each mesh axis. At most one axis is None and gets all remaining
+  """Number of devices along each mesh axis. At most one axis may be None; it gets all remaining
   devices.
   """
 

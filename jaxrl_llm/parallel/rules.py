@@ -29,8 +29,9 @@ RULES: Mapping[str, tuple[str, ...]] = {
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-  """Returns the sharding of an array. Each dimension is sharded over as many of its mesh axes as
-  divide its size, from the first axis on.
+  """Returns the sharding of an array. Each dimension is sharded over the mesh axes that the table
+  gives for its logical axis. If the number of shards does not divide the dimension's size, the last
+  of these mesh axes are left out until it does.
 
   Args:
     mesh: device mesh.

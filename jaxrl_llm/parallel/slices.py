@@ -85,8 +85,8 @@ def slices(devices: Sequence[SliceDevice], count: int | None) -> list[list[Slice
 
 
 def _process_groups(devices: Sequence[SliceDevice], count: int) -> list[list[SliceDevice]]:
-  """Returns `count` groups of the devices of consecutive processes. If there is only one process,
-  its devices are divided into groups of consecutive devices.
+  """Divides the devices into `count` groups, each with the devices of equally many consecutive
+  processes. If there is only one process, each group has equally many consecutive devices instead.
   """
   processes = sorted({device.process_index for device in devices})
   units = len(devices) if len(processes) == 1 else len(processes)

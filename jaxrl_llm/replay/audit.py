@@ -1,8 +1,8 @@
 """Audit of a store: checks, from its files alone, that every issued sample is in exactly one state,
 such as trained or dropped, and that its bytes are stored where this state requires.
 
-Invariant: the audit does not rely on states and counts in the index. It derives each sample's state
-from the recorded transitions, recomputes all counts, and reads and decodes the bytes of every
+Invariant: the audit does not trust the states and counts in the index. It derives each sample's
+state from the recorded transitions, recomputes all counts, and reads and decodes the bytes of every
 sample.
 """
 
@@ -42,13 +42,15 @@ class AuditReport:
   states: dict[str, int]
   """Number of samples in each state; the numbers add up to `issued`."""
   partitions: dict[str, int]
-  """Number of samples in each partition: 'usual' for samples of the policy, 'expert' for rows of
-  static data. The numbers add up to `issued`.
+  """Number of samples in each partition: 'usual' for samples of the policy, 'expert' for answers to
+  imitate. The numbers add up to `issued`.
   """
   reasons: dict[str, int]
-  """Number of samples in each final state by reason, keyed like 'dropped(timeout)'."""
+  """Number of samples per final state and reason, keyed like 'dropped(timeout)'."""
   uses: dict[int, int]
-  """Number of the policy's samples, keyed by the number of batches that trained on them."""
+  """Number of the policy's samples, keyed by the number of batches (at least 1) that trained on
+  them.
+  """
   duplicates: int
   """Number of completed samples that were not accepted, because they arrived twice or too late."""
   rescored: int
@@ -61,7 +63,7 @@ class AuditReport:
   """uids of samples whose content should exist but cannot be read."""
   unclaimed: tuple[str, ...]
   """One line each for `segments/` and `quarantine/` if they contain files that belong to no sample.
-  Such files are not problems.
+  These files are not problems.
   """
   feedback: str
   """One line with the numbers of used, waiting, unused and lost verdicts in the inbox; empty if
@@ -292,9 +294,9 @@ class _Audit:
     """Checks where each sample's bytes are stored: in the open segment, in a sealed segment, or
     nowhere.
 
-    Issued, partial and void samples and rows of static data have no bytes in segments. Stored,
-    awaiting and admitted samples have bytes in exactly one segment, and trained samples in a sealed
-    one. Dropped and expired samples have bytes in at most one segment.
+    Issued, partial and void samples have no bytes in segments, and neither do rows of static data.
+    Stored, awaiting and admitted samples have bytes in exactly one segment, and trained samples in
+    a sealed one. Dropped and expired samples have bytes in at most one segment.
     """
     for uid, attempt, static, state, opened, sealed in self._db.execute(
       f"SELECT s.uid, s.attempt, s.partition = 'expert' AND NOT ({IS_ADDED}), s.state, "
@@ -332,7 +334,7 @@ class _Audit:
         yield f'{uid} (attempt {attempt}): is in table {table} but was never issued'
 
   def _sealed(self) -> Iterator[str]:
-    """Checks that every row of a sealed segment that the index lists exists in the segment's file,
+    """Checks that each row that the index lists for a sealed segment exists in the segment's file
     and contains the sample that the index names.
     """
     for name, rows in self._db.execute(
@@ -362,7 +364,7 @@ class _Audit:
         yield from self._step(sample)
 
   def _tasks(self) -> Iterator[str]:
-    """Checks that the store lists the task of every sample, unless it lists no tasks."""
+    """Checks that the store lists the task of every policy sample, unless it lists no tasks."""
     (strangers,) = self._db.execute(
       "SELECT count(*) FROM samples s WHERE partition = 'usual' AND EXISTS (SELECT 1 FROM tasks) "
       'AND NOT EXISTS (SELECT 1 FROM tasks t WHERE t.uid = s.task_id)'
@@ -445,8 +447,8 @@ class _Audit:
         yield from self._step(sample)
 
   def _step(self, sample: Sample) -> Iterator[str]:
-    """Checks that the step before a trajectory's later step exists and is in the same state,
-    because a trajectory is trained on or dropped as a whole.
+    """If the sample is a later step of a trajectory, checks that the step before it was issued and
+    is in the same state, because a trajectory is trained on or dropped as a whole.
     """
     if not sample.step_index:
       return

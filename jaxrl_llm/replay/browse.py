@@ -88,7 +88,8 @@ def open_copy(directory: str | os.PathLike, into: str | os.PathLike) -> ReplaySt
   """Opens a copy of a store, so that all read methods of ReplayStore can be used.
 
   The copy has its own index and a link to the segments of the original. Nothing is written to
-  `directory`, and `into` must not exist yet. Raises UserError if the index is damaged or missing.
+  `directory`, and `into` must not exist yet. Raises UserError if the index is damaged, or if the
+  index or `segments/` is missing.
   """
   source, copy = pathlib.Path(directory), pathlib.Path(into)
   if not (source / SEGMENTS).is_dir() and (source / INDEX).exists():
@@ -107,14 +108,14 @@ class Holdings:
   """Summary of a store's content. Sizes are in bytes."""
 
   samples: Mapping[str, Mapping[str, int]]
-  """Number of samples, keyed by partition ('usual' for samples of the policy, 'expert' for rows of
-  static data), then by state.
+  """Number of samples, keyed by partition ('usual' for samples of the policy, 'expert' for answers
+  to imitate), then by state.
   """
   tasks: Mapping[str, int]
   """Number of tasks attempted, keyed by taskset."""
   waiting: tuple[tuple[int, int], ...]
-  """(version, number of samples) pairs, newest version first, for samples that are admitted but
-  were never trained on.
+  """(version, number of samples) pairs, newest version first, for samples of the policy that are
+  admitted but were never trained on.
   """
   uses: tuple[tuple[str, int, int], ...]
   """(partition, number of uses, number of samples) triples for samples that were trained on. Each
@@ -133,7 +134,8 @@ class Holdings:
   partial_bytes: int
   scores: tuple[tuple[str, str, int, float | None, int], ...]
   """(scorer, status, number of samples, mean score, number of replaced scores) for each scorer and
-  status. A score is replaced when the same scorer scores the sample again.
+  status. The mean is None if no score has a value. A score is replaced when the same scorer scores
+  the sample again.
   """
   plans: int
   first_plan: int | None
@@ -324,8 +326,8 @@ def find(
 
 
 def asked(directory: str | os.PathLike, task: str) -> list[str]:
-  """Describes a task in lines of text: its visits, the states of its samples, its prompt and
-  reference answer.
+  """Describes a task in lines of text: the number of its visits, the states of its samples, its
+  prompt, its reference answer and its media.
 
   The result is empty if the run never attempted the task.
   """

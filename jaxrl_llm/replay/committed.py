@@ -16,7 +16,7 @@ from jaxrl_llm.replay.tables import INDEX, QUARANTINE, SEGMENTS
 
 def missing(directory: pathlib.Path, *, step: int, store: str | None) -> list[str]:
   """Returns a phrase for each missing part of the store that a commit needs. Truncated segments
-  count as missing, but rows are not read.
+  count as missing; the content of their rows is not checked.
 
   Writes nothing.
 

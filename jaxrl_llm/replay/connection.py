@@ -36,12 +36,12 @@ class Connection:
     self.directory, self.db, self.attempt, self.max_uses = directory, db, attempt, max_uses
     self.lock = threading.RLock()
     self.sealing = threading.Lock()
-    """Held while a segment file is written. It is taken before `lock`."""
+    """Lock that is held while a segment file is written. It is acquired before `lock`."""
     self._depth = 0
 
   @contextlib.contextmanager
   def transaction(self) -> Iterator[None]:
-    """Makes all calls in the block one atomic transaction, with one fsync.
+    """Makes all calls in the block one atomic transaction, with at most one fsync.
 
     The block holds the store's lock, so it must not await. It must not catch exceptions of the
     calls, because only an exception that leaves the block rolls the transaction back.

@@ -26,10 +26,11 @@ SELECT name FROM segments g WHERE step < :commit OR EXISTS (
 
 
 def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: int) -> None:
-  """Copies a store and its inbox, possibly while a run writes to them. The copy gets a new name.
+  """Copies a store, its inbox and its added expert rows, possibly while they are being written to.
+  The copy gets a new name.
   Sealed segments become hard links where possible. When a run starts with the copy, it undoes the
-  changes after the commit. Plans of later batches, and the parent's records of undone work, are not
-  copied.
+  changes after the commit. Plans of batches after the commit, and the parent's records of undone
+  work, are not copied.
 
   Args:
     source: directory of the store.
@@ -38,8 +39,8 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
     max_uses: maximum number of batches that may train on one sample in the copy.
 
   Raises:
-    UserError: the store is damaged or lacks a segment, or the store's own maximum is above
-      `max_uses`.
+    UserError: the store is damaged, lacks a segment, or allows more than `max_uses` uses of a
+      sample; or the copy of the index cannot be written.
   """
   (target / SEGMENTS).mkdir(parents=True)
   # The inbox is copied before the index, so that the copied index contains the sample of each

@@ -47,8 +47,8 @@ class DrawConfig:
   cooldown: int = 1
   """Minimum number of batches between two batches that train on the same group."""
   max_age: int | None = None
-  """Maximum age of a group: the number of batches completed since the policy version that sampled
-  it. If None, there is no limit.
+  """Maximum age of a group, in batches completed since the oldest policy version that sampled it.
+  None for no limit.
   """
 
   def __post_init__(self):
@@ -65,7 +65,7 @@ class DrawConfig:
 def draw(
   groups: Sequence[Group], config: DrawConfig, *, count: int, step: int, seed: int
 ) -> list[str]:
-  """Returns the ids of the groups of batch `step`, in drawing order.
+  """Returns the ids of the groups that are drawn for batch `step`, in drawing order.
 
   The orders are:
 

@@ -53,7 +53,7 @@ _TABLES = (
   'CREATE UNIQUE INDEX IF NOT EXISTS rows_of ON rows(digest)',
 )
 _RECORD = 'experts'
-"""Key of the store's value that records which rows the run has taken."""
+"""Key of `ReplayStore.meta` under which the store records the rows that the run has taken."""
 _AT_ONCE = 256
 """Number of rows that are taken in one transaction."""
 
@@ -132,8 +132,8 @@ def add(directory: str | os.PathLike, rows: Sequence[ExpertRow]) -> list[Added]:
     directory: directory of the store, `<workdir>/replay`.
 
   Raises:
-    UserError: the file is damaged.
-    RunError: the file cannot be written.
+    UserError: the file of added rows (experts.sqlite) is damaged or has another schema.
+    RunError: this file cannot be read or written.
   """
   now, results = time.time(), []
   with _arrivals(directory) as db:
@@ -192,9 +192,10 @@ class Arrival(NamedTuple):
 def arrived(
   directory: str | os.PathLike, *, after: int, until: int | None = None, limit: int = -1
 ) -> list[Arrival]:
-  """Returns the rows with numbers above `after` and at most `until`, in the order of arrival.
+  """Returns the rows whose numbers are above `after`, in the order of arrival.
 
   Args:
+    until: number of the last row to return; None for no limit.
     limit: maximum number of rows; -1 for all.
   """
   if not (pathlib.Path(directory) / ARRIVALS).exists():
@@ -217,8 +218,8 @@ def _newest(directory: str | os.PathLike) -> int:
 
 
 class Record:
-  """Record of the rows that a run has taken: for each step at which new rows had arrived, the
-  number of the last of them.
+  """Record of the rows that a run has taken: for each step at which it took rows, the number of the
+  last row.
   """
 
   def __init__(self, store: ReplayStore):
@@ -227,7 +228,7 @@ class Record:
     self.step: int = saved['step']
     """Last step for which the arrivals are recorded."""
     self.taken: list[tuple[int, int]] = [(step, until) for step, until in saved['taken']]
-    """(step, number of the last row) in ascending order."""
+    """(step, number of the last row taken at this step) pairs, in ascending order."""
     self.refused: dict[str, str] = saved['refused']
     """Reason for each row that the run does not train on, keyed by uid."""
 
@@ -241,14 +242,14 @@ class Record:
 
 
 def take(store: ReplayStore, step: int, check: Callable[[Sample], None]) -> int:
-  """Copies to the store the rows that arrived before the batch of this step, in the order of their
-  arrival. Returns the number of rows that were copied.
+  """Copies to the store the rows that arrived before the batch of this step and were not taken at
+  an earlier step, in the order of their arrival. Returns the number of rows that were copied.
 
   If the run repeats the step after a crash, the rows are those that it took the first time.
 
   Args:
-    check: raises ValueError for a row that the run cannot train on. Such a row is left out, with a
-      warning.
+    check: raises ValueError for a row that the run cannot train on. The row is then left out, with
+      a warning.
   """
   record = Record(store)
   cursor = record.until(step - 1)
@@ -393,7 +394,7 @@ def _inspected(directory: str | os.PathLike) -> Iterator[tuple[str, bool]]:
 
 
 def copy(source: str | os.PathLike, target: str | os.PathLike) -> None:
-  """Copies the rows that were added to one store to another store, which has no added rows yet."""
+  """Copies the added rows of one store to another store, which has none yet."""
   if (pathlib.Path(source) / ARRIVALS).exists():
     with _arrivals(source) as db:
       copy_inbox(db, pathlib.Path(target) / ARRIVALS)

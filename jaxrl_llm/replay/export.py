@@ -33,8 +33,8 @@ _AT_ONCE = 64
 _NAMED_AT_MOST = 8
 """Maximum number of lost samples that a message lists by name."""
 _WITH_BYTES = (State.STORED, State.AWAITING, State.ADMITTED, State.TRAINED)
-"""States in which the store always has the content of a policy sample. In the states dropped and
-expired, the content stays until it is pruned.
+"""States in which the store always has the content of a policy sample. A dropped or expired sample
+may have no content, because it was never generated or has been pruned.
 """
 _OPEN = 'open segment'
 
@@ -48,7 +48,7 @@ class Selection:
   task: str | None = None
   steps: tuple[int, int] | None = None
   """First and last step, inclusive. A sample meets the condition if it entered its state in one of
-  these steps. If it was trained on several times, one of these times is enough.
+  these steps. A sample that several batches trained on meets it if any of their steps is in range.
   """
 
   def __post_init__(self):
@@ -121,7 +121,7 @@ def export(
 
 @contextlib.contextmanager
 def _new_file(path: pathlib.Path) -> Iterator[TextIO]:
-  """Opens a temporary file, which gets its final name at the end of the block."""
+  """Opens a temporary file, which gets its final name if the block succeeds."""
   exists = UserError(f'{path}: exists, and an export overwrites no file; choose another name')
   if path.exists():
     raise exists
@@ -157,8 +157,8 @@ class _Row(NamedTuple):
   uid: str
   attempt: int
   has_content: bool
-  """Whether the store contains the sample's content in each of the states `_WITH_BYTES`. False for
-  rows of static data.
+  """Whether the store must contain the sample's content while its state is one of `_WITH_BYTES`.
+  False for rows of static data.
   """
   state: str
   version: int | None
@@ -222,7 +222,7 @@ class _Exporter:
 
   def _read(self, rows: Sequence[_Row]) -> dict[int, Sample]:
     """Reads the samples whose bytes are in the store, keyed by the sample's number `seq`. Counts
-    the samples that cannot be read.
+    the samples that have no bytes, and those that cannot be read.
     """
     sealed: dict[int, Ref] = {row.seq: (row.name, row.row) for row in rows if row.name is not None}
     found: dict[int, Sample | SegmentError] = dict(
@@ -289,7 +289,7 @@ def _query(selection: Selection) -> tuple[str, list[Any]]:
   """Returns the SQL query of the selected samples, and its parameters."""
   conditions, values = ['1'], []
   if selection.stage is not None:
-    # Uids that start with 'STAGE/', because '0' follows '/' in ASCII.
+    # The condition selects uids that start with 'STAGE/', because '0' follows '/' in ASCII.
     conditions.append('s.uid >= ? AND s.uid < ?')
     values += [f'{selection.stage}/', f'{selection.stage}0']
   if selection.state is not None:

@@ -17,7 +17,9 @@ class Feedback(NamedTuple):
 
   verdicts: int
   waiting: int
-  """Number of verdicts that are not used yet, because their samples wait for further rewards."""
+  """Number of verdicts that are not used yet, because the groups of their samples still wait for
+  rewards or for a batch.
+  """
   used: int
   """Number of verdicts that became part of a score."""
   unused: int
@@ -39,7 +41,7 @@ class Feedback(NamedTuple):
 
 
 def account(index: sqlite3.Connection, directory: str | os.PathLike) -> Feedback:
-  """Counts all verdicts.
+  """Counts the verdicts in the inbox by status, and compares them with the scores in the index.
 
   Args:
     index: snapshot of the store's index.

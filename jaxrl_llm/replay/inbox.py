@@ -46,9 +46,9 @@ _TABLES = (
 
 Refusal = Literal['invalid', 'unknown', 'late', 'conflict']
 """Reason for refusing a verdict. invalid: a field is missing, malformed or out of range. unknown:
-there is no sample with this uid, or no delayed reward with this scorer. late: the sample never
-waited for delayed rewards, or no longer does. conflict: the same person or program has given the
-sample another value.
+there is no sample with this uid and attempt, or it has no delayed reward with this scorer. late:
+the sample never waited for delayed rewards, or no longer does. conflict: for this sample and
+scorer, the same person or program has already given another value.
 """
 
 
@@ -104,7 +104,9 @@ class Reply:
 
 
 def check_who(where: str, who: object) -> None:
-  """Raises UserError unless `who` is a name of a person or program. `where` begins the message."""
+  """Raises UserError, with a message that begins with `where`, unless `who` can be the name of a
+  person or program.
+  """
   named = isinstance(who, str) and who.strip() == who and who.isprintable()
   if not (named and 0 < len(who) <= MAX_WHO):
     raise UserError(

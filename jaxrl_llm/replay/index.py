@@ -6,16 +6,17 @@ Invariants:
   number of batches completed at that moment (its step). `samples.state` is the state after the last
   transition.
 - The bytes of an accepted sample are in the open segment (a table of the index) or in one sealed,
-  verified segment file. So are those of expert rows that were added to the run. Rows of static data
+  verified segment file, unless the sample was dropped or expired and its bytes were pruned. The
+  bytes of expert rows that were added to the run are also in one of the two. Rows of static data
   (`StepWriter.join`) have no bytes in the store, because they are in a file outside of it.
 - Each public call is one transaction, or part of an enclosing `transaction()`. If the process is
-  killed, the store has the changes of all calls that had returned, and no others.
+  killed, the store has the changes of completed transactions only.
 
-A commit at step c contains the changes whose step is less than c. `recover(c)` undoes all others
-and so restores the store as of the commit, with two exceptions. Samples of earlier attempts that
-were neither accepted nor had a stored span at the commit become `void`, with the reason `crash`.
-Some samples that began to wait for delayed rewards after the commit continue to wait
-(`replay.recovery`).
+A commit at step c contains the changes whose step is less than c. `recover(c)` undoes all others,
+except changes to the tables `meta`, `attempts` and `tasks`, and so restores the store as of the
+commit, with two exceptions. Samples of earlier attempts that were neither accepted nor had a stored
+span at the commit become `void`, with the reason `crash`. Some samples that began to wait for
+delayed rewards after the commit continue to wait (`replay.recovery`).
 
 Durability: the index uses a write-ahead log (WAL). With `synchronous='full'`, each transaction is
 on disk when the call returns. With 'normal', a power loss may lose the transactions since the last
@@ -139,8 +140,8 @@ class ReplayStore:
     the open segment, and the spans of samples that are no longer partial. Returns the number of
     samples whose content was deleted.
 
-    Bytes are deleted only if the change happened before a commit, because recovery may undo later
-    changes.
+    Bytes are deleted only if the sample's last transition took place before the commit, because
+    recovery may undo later transitions.
 
     Args:
       commit_step: step of the oldest commit from which the run may still be resumed.
@@ -185,7 +186,7 @@ class ReplayStore:
       return self._connection.entries(uids)
 
   def live(self, partition: Partition = 'usual') -> list[Entry]:
-    """Returns the unfinished (`LIVE`) samples of a partition from all attempts, sorted by uid."""
+    """Returns the samples of a partition whose state is in `LIVE`, from all attempts, by uid."""
     with self._lock:
       rows = self._db.execute(
         f'{ENTRY} WHERE state IN ({NAMED}) AND partition = ? ORDER BY uid',
@@ -207,8 +208,12 @@ class ReplayStore:
     """Returns the groups that `draw` can draw for the batch of this step, in the order in which
     they were issued.
 
-    A group is a candidate if each of its samples is dropped, expired, void or admitted, or was
-    trained on in fewer than `max_uses` batches, none of which is the batch of this step.
+    A candidate has at least one admitted or trained sample, and no sample that
+    - is issued, partial, stored or awaiting,
+    - changed its state after this step,
+    - is admitted or trained, and has a version older than `oldest_version`, or
+    - was trained on in `max_uses` batches, or already in the batch of this step.
+
     `Group.uids` lists only the admitted and trained samples. Expert rows are not candidates.
 
     Args:
@@ -222,8 +227,8 @@ class ReplayStore:
 
   def added(self, step: int, *, max_uses: int, longest: int) -> list[str]:
     """Returns the uids of expert rows that were added to the run (`replay.experts`) and can be
-    drawn for the batch of this step: first those that the fewest batches have trained on, and of
-    these, those that arrived first.
+    drawn for the batch of this step, sorted by the number of batches that trained on them, and then
+    by arrival.
 
     Args:
       max_uses: maximum number of batches that train on a row.
@@ -345,8 +350,8 @@ class ReplayStore:
     return {step: json.loads(text) for step, text in rows}
 
   def undone_until(self) -> int:
-    """Returns the largest number of batches that were completed by an attempt whose work `recover`
-    undid, or 0 if it undid no batch.
+    """Returns the largest number of completed batches that the run had reached before a recovery
+    undid some of them; 0 if no recovery has undone a batch.
     """
     with self._lock:
       rows = self._db.execute(

@@ -2,15 +2,16 @@
 
 When a row of the index changes, a trigger adds the row to the table `unjournaled`, in the same
 transaction. A write to the journal appends the current content of these rows to the file, and
-clears the table. It takes place before each commit, after a recovery and when the store is closed.
-The journal does not contain the bytes of sealed samples, which are in their segments. It contains
-only bytes that were in the open segment, or spans of partial samples, at the time of a write.
+clears the table. Writes take place before each commit, after a recovery and when the store is
+closed.
+Of the samples' bytes, the journal contains only those that were in the open segment or in spans of
+partial samples at the time of a write. Sealed samples are in their segments.
 
 Invariants:
 - The file is a sequence of writes. Applying the first n writes, in order, gives the index as of the
 nth write. The journal lacks the table `tallies`, whose counts follow from the samples.
 - A write is valid only if its last frame is complete. Each frame contains its length and digest.
-The next write overwrites an interrupted one.
+An incomplete write is overwritten by the next one.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ digest.
 """
 _ROWS_AT_ONCE = 64
 _COMPRESSED_BYTES = 1024
-"""Maximum mean row size in bytes at which a frame is compressed."""
+"""Frames of fewer than `_ROWS_AT_ONCE` times this number of bytes are compressed."""
 _SMALL_BYTES = 64 << 20
-"""Minimum size in bytes at which a journal may be replaced by a new one."""
+"""Size in bytes that a journal must exceed to be replaced because of its size."""
 _LARGEST_RATIO = 2
 """Ratio of the journal's size to the index's size above which the journal is replaced when a run
 starts.
@@ -98,8 +99,8 @@ def attach(db: sqlite3.Connection, directory: pathlib.Path) -> None:
 
 def _is_renewed(db: sqlite3.Connection, path: pathlib.Path) -> bool:
   """Returns whether the next write must create a new journal: there is none yet, the file is
-  damaged or shorter than the index records, or it has become much larger than the index. Reads the
-  whole file.
+  damaged or shorter than the index records, or it has become much larger than the index. May read
+  the whole file.
   """
   written = db.execute('SELECT bytes FROM journal').fetchone()
   if written is None or (path.stat().st_size if path.exists() else 0) < written[0]:
@@ -114,7 +115,9 @@ def _is_renewed(db: sqlite3.Connection, path: pathlib.Path) -> bool:
 
 
 def forget(db: sqlite3.Connection) -> None:
-  """Disconnects the index from its journal, for a copied store, which has no journal yet."""
+  """Disconnects the index from its journal: in a copied store, which has no journal yet, or before
+  a new journal is begun.
+  """
   for name in ('unjournaled', 'journal'):
     if db.execute('SELECT 1 FROM sqlite_master WHERE name = ?', (name,)).fetchone():
       db.execute(f'DELETE FROM {name}')
@@ -190,7 +193,8 @@ def rebuild(directory: str | os.PathLike) -> Rebuilt:
   the index with the segments.
 
   Raises:
-    UserError: there is no journal, it has no complete write, or the disk is full.
+    UserError: there is no journal, it has no complete write or unexpected content, or the new index
+      cannot be written.
   """
   directory = pathlib.Path(directory)
   path, new = directory / JOURNAL, directory / f'{INDEX}.tmp'

@@ -1,6 +1,6 @@
 """Quarantine: files in `segments/` that the index does not list are moved aside instead of deleted.
 
-Each start of a run moves such files to `quarantine/`. They are segments that were sealed after the
+Each start of a run moves these files to `quarantine/`. They are segments that were sealed after the
 commit from which the run resumes, segments that were not completely written, and foreign files.
 Only `jaxrl buffer --clear_quarantine` deletes them.
 """

@@ -1,11 +1,12 @@
 """Crash recovery: restores the index as of the newest commit, and records which samples were lost.
 
-Invariant: after recovery, the index is as it was at the commit, with two exceptions. Samples that
-were neither accepted nor had a stored span at the commit are `void`, with the reason `crash`. They
-keep the number of the attempt (start of the run) that issued them. Samples that began to wait for
-delayed rewards after the commit continue to wait if the weights of the commit or earlier ones
-generated them, because people may be judging them and new samples would be no better. Rows of
-`samples` are never deleted.
+Invariant: after recovery, the index is as it was at the commit, apart from the tables `meta`,
+`attempts` and `tasks`, which are not restored, and with two exceptions.
+Samples that were neither accepted nor had a stored span at the commit are `void`, with the reason
+`crash`. They keep the number of the attempt (start of the run) that issued them. Samples that began
+to wait for delayed rewards after the commit continue to wait if the weights of the commit or
+earlier ones generated them, because people may be judging them and new samples would be no better.
+Rows of `samples` are never deleted.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def undo(
   counts['kept'] = kept
   db.execute('DROP TABLE kept')
   db.executemany(_REPEAT, moved)
-  # All samples without a result at the commit are now in state `issued`, whether they were issued
-  # before or after the commit. The processes that worked on these samples have ended.
+  # All samples without a result or a stored span at the commit are now in state `issued`, whether
+  # they were issued before or after the commit. The processes that worked on them have ended.
   lost = db.execute(
     "SELECT attempt, uid FROM samples WHERE state = 'issued' AND attempt < ?", (attempt,)
   ).fetchall()
@@ -137,8 +138,9 @@ def _keep(db: sqlite3.Connection, commit_step: int, *, keep_waiting: bool) -> in
 
 
 def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
-  """Undoes the sealing of segments since the commit. Samples that were accepted before the commit
-  move back to the open segment, a table of the index. Returns their number.
+  """Undoes the sealing of segments since the commit. Samples that were accepted before the commit,
+  or that continue to wait for rewards, move back to the open segment, a table of the index. Returns
+  their number.
   """
   rows = db.execute(
     'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r '

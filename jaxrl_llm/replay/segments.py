@@ -3,8 +3,7 @@
 A sample is addressed by the name of its file and its row.
 
 Invariant: a file under its final name is complete and verified, and both the file and its directory
-entry are on disk. A writer that dies leaves at most a `.tmp` file, which ArrayRecord cannot read
-because it has no footer.
+entry are on disk. A writer that dies leaves at most a `.tmp` file, which the index never lists.
 """
 
 from __future__ import annotations

@@ -67,10 +67,10 @@ class Opening:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedVersion:
-  """Version of the weights of the run that exports them."""
+  """An exported version of a run's weights."""
 
   run: str
-  """Name of the store of that run."""
+  """Name of the store of the run that exported the weights."""
   attempt: int
   step: int
   digest: str
@@ -331,7 +331,8 @@ def next_batch(
   openings: Sequence[Opening], attempt: int | None, step: int
 ) -> tuple[int, int, bool] | None:
   """Returns (attempt, step, voids): the attempt (start of the run) and step of the next batch to
-  read, and whether later starts have made batches void. Returns None if the run has not started.
+  read, and whether later starts have made void any batch that was already read. Returns None if the
+  run has not started.
 
   Args:
     openings: starts of the run, oldest first.
@@ -343,7 +344,7 @@ def next_batch(
     if attempt is None:
       attempt, step = opening.attempt, opening.step
     elif opening.attempt > attempt and opening.step <= step:
-      # All batches before the opening's step have been read, and later ones are void.
+      # All batches before the opening's step have been read, and those from this step on are void.
       voids |= opening.step < step
       attempt, step = opening.attempt, opening.step
     elif opening.attempt > attempt:

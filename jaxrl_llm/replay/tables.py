@@ -35,8 +35,8 @@ class State(enum.StrEnum):
   STORED = 'stored'
   """The sample was generated, and its content is stored durably."""
   AWAITING = 'awaiting'
-  """The sample was generated and stored, and a delayed reward of its group has not arrived yet
-  (`replay.inbox`).
+  """The sample was generated and stored, and its group waits for delayed rewards (`replay.inbox`)
+  or, once they have arrived, for a batch.
   """
   ADMITTED = 'admitted'
   """The sample was scored and processed, and can be drawn for training."""
@@ -68,9 +68,9 @@ BEFORE = {
   State.EXPIRED: LIVE,
   State.VOID: (State.ISSUED,),
 }
-"""States from which a sample can enter each state. A sample enters `trained` from `trained` when
-another batch trains on it (at most `max_uses` times), and `partial` from `partial` when another
-span of it is stored.
+"""States from which a sample of the policy can enter each state. A sample enters `trained` from
+`trained` when another batch trains on it (at most `max_uses` times), and `partial` from `partial`
+when another span of it is stored.
 """
 
 Partition = Literal['usual', 'expert']
@@ -191,12 +191,12 @@ EXPERT = 'expert'
 ADDED = 'experts/'
 """Beginning of the uid of each added expert row; its digest follows."""
 BETWEEN_ADDED = f"BETWEEN '{ADDED}' AND '{ADDED}~'"
-"""SQL condition on a uid: it is that of an added expert row."""
+"""SQL condition that a uid belongs to an added expert row."""
 IS_ADDED = (
   'EXISTS (SELECT 1 FROM derived a WHERE a.uid = s.uid AND a.attempt = s.attempt AND a.operator = '
   f"'{EXPERT}')"
 )
-"""SQL condition on a row s of `samples`: it is an added expert row."""
+"""SQL condition that row s of `samples` is an added expert row."""
 _PARTIALS = """TABLE partials(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL,
   attempt INTEGER NOT NULL, uid TEXT NOT NULL, payload BLOB NOT NULL)"""
 """Spans of unfinished samples (`core.records.span`), in the order of their generation."""
@@ -277,8 +277,8 @@ def read_schema(db: sqlite3.Connection) -> int:
 
 
 def check_readable(db: sqlite3.Connection, path: pathlib.Path) -> None:
-  """Raises UserError if this program cannot read the store's schema. If the store has no table of
-  partial samples yet, an empty temporary one is created for this connection.
+  """Raises UserError if this program cannot read the store's schema. If the schema has no
+  table `partials`, an empty temporary table is created for this connection.
   """
   schema = read_schema(db)
   if schema == _BEFORE_PARTIALS:
@@ -294,8 +294,9 @@ def prepare(db: sqlite3.Connection, path: pathlib.Path, attempt: int | None, max
   """Prepares a store for an attempt (start of the run), in one transaction. Returns the attempt's
   number.
 
-  Creates the tables of a new store, and gives the store a name if it has none. Raises UserError if
-  the store has another schema or another `max_uses`, or if the attempt has already run.
+  Creates the tables of a new store, upgrades the two earlier schemas, and gives the store a name if
+  it has none. Raises UserError if the store has an unknown schema or another `max_uses`, or if an
+  attempt with this or a larger number has already run.
   """
   db.execute('BEGIN IMMEDIATE')
   if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():

@@ -134,7 +134,7 @@ class StepWriter:
       self._move([*samples], State.ADMITTED, '')
 
   def extend(self, spans: Mapping[str, Span]) -> None:
-    """Stores one more span (run of generated tokens) for each of several partial samples.
+    """Stores one more span (run of generated tokens) of each given sample, which becomes partial.
 
     Args:
       spans: new span of each sample, keyed by uid.
@@ -148,8 +148,8 @@ class StepWriter:
       self._move(entries, State.PARTIAL, '')
 
   def append(self, samples: Sequence[Sample]) -> list[str]:
-    """Stores finished samples. Returns the uids of those that were accepted. A sample that was
-    already finished is not accepted, but counted as a duplicate.
+    """Stores finished samples. Returns the uids of those that were accepted. A sample that is no
+    longer `issued` or `partial` is not accepted, but counted as a duplicate.
     """
     with self._connection.transaction():
       entries = self._connection.entries(dict.fromkeys(s.uid for s in samples))

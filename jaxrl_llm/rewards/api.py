@@ -3,8 +3,9 @@
 A scorer assesses either single attempts (completions) or whole groups of them. It applies to a task
 if its configuration includes the task's domain and taskset.
 
-Invariants: a scorer sees the attempts at one task and nothing else. The reward is None if any
-applicable scorer returned no value, so a sample that cannot be scored never gets 0 by accident.
+Invariants: a scorer sees only one task and the attempts at it; a scorer of groups also sees the
+scores of the attempts. The reward is None if any applicable scorer returned no value, so a sample
+that cannot be scored never gets 0 by accident.
 This module does not import jax, so that scorer processes start fast.
 """
 
@@ -109,7 +110,7 @@ class Discovers:
 
   @classmethod
   def of(cls, kind: str, pattern: str | None) -> Discovers | None:
-    """Returns the selection, or None if `pattern` is None and the scorer therefore has fixed
+    """Returns the selection, or None if `pattern` is None, in which case the scorer has fixed
     addresses.
     """
     return None if pattern is None else cls(kind, pattern)
@@ -134,7 +135,7 @@ class Awaited:
   """Maximum number of concurrent calls."""
   discovers: Discovers | None = None
   """Services in the run's registry that the scorer calls. `open` must then yield an `Addressed`. If
-  None, the scorer has fixed addresses.
+  None, the scorer does not discover services.
   """
 
 
@@ -269,8 +270,9 @@ class RewardsConfig:
   workers: int = 1
   """Number of worker processes."""
   correct_by: str | None = None
-  """Name of the scorer that decides correctness. An answer is correct if its value, with the values
-  of its turns added, is at least 1. If None, the first scorer that applies to the task decides.
+  """Name of the scorer that decides correctness: a completion is correct if this scorer's value,
+  with the values of turns added, is at least 1. If None, the first scorer that applies to the task
+  decides.
   """
   memory_limit_mib: int = 4096
   """Address-space limit of a worker in MiB. It protects against completions that make a scorer
@@ -316,8 +318,8 @@ class RewardsConfig:
   def weighted(self, weights: Mapping[str, float] | None) -> RewardsConfig:
     """Returns the configuration reduced to the scorers in `weights`, with these weights.
 
-    If `correct_by` names another scorer, the first scorer that applies to a task decides
-    correctness. If `weights` is None, the configuration is returned unchanged.
+    If `correct_by` names a scorer that is not in `weights`, the first scorer that applies to a task
+    decides correctness instead. If `weights` is None, the configuration is returned unchanged.
     """
     if weights is None:
       return self
@@ -367,17 +369,17 @@ class Reward:
   value: float | None
   """Combination of the scores; None if any applicable scorer returned no value."""
   parts: dict[str, float]
-  """Unweighted values of the scorers, including the values of turns, keyed by scorer name
-  (`judge`), and of the parts of their scores, which are the named numbers in `Verdict.parts`
+  """Unweighted value of each scorer, with the values of turns added, under the scorer's name
+  (`judge`), and of each part of its score (`Verdict.parts`), under the names of scorer and part
   (`judge/quality`). A scorer that returned no value has only entries for its parts.
   """
   correct: bool | None = None
-  """Whether the completion is correct, as decided by the scorer `RewardsConfig.correct_by`. None if
-  `value` is None or that scorer does not apply to the task.
+  """Whether the completion is correct, as decided by the scorer that `RewardsConfig.correct_by`
+  selects. None if `value` is None or that scorer does not apply to the task.
   """
   turn_values: tuple[float, ...] = ()
   """Combination of the scorers' values for each turn, in addition to `value`. Empty if `value` is
-  None or no scorer returned turn values.
+  None or no scorer with `combine='sum'` returned turn values.
   """
 
   @property

@@ -1,5 +1,5 @@
-"""Keeps verifiers, which should only compare text, from doing anything else, such as evaluating
-code or using files.
+"""Keeps verifiers, which should only compare text, from other operations, such as evaluating code,
+writing files or using the network.
 
 A verifier is the function with which a task generator checks an answer. It is watched by an audit
 hook, which the interpreter calls before operations such as starting a process. The hook cannot be
@@ -93,8 +93,8 @@ def watched(name: str, literal: str | None = None) -> Iterator[None]:
     literal: harmless text that may be compiled. If None, no text may be compiled.
 
   Raises:
-    BadSign: the block attempted a forbidden operation, even if it caught the exception that refused
-      the operation.
+    BadSign: the block attempted a forbidden operation, even if it caught the exception that the
+      operation raised.
   """
   if not _Watch.installed:
     sys.addaudithook(_hook)

@@ -26,12 +26,12 @@ WORD = 2**32
 """Exclusive upper bound of the words of `Request.key`, each of which is a uint32."""
 
 CUT = 'load'
-"""Value of `Segment.finish` when new weights were loaded. The completion continues in the next
-segment.
+"""Value of `Segment.finish` if the segment ended because new weights were loaded. The completion
+continues in the next segment.
 """
 BUDGET = 'budget'
-"""Value of `Segment.finish` when a partial rollout has used up its token budget. A later batch
-continues the completion in its next segment.
+"""Value of `Segment.finish` if the segment ended because a partial rollout had used up its token
+budget. A later batch continues the completion in the next segment.
 """
 
 
@@ -58,8 +58,8 @@ class Sampling:
   """
   repetition_detection: RepetitionDetection | None = None
   """Rule that ends a completion that repeats itself. If None, repetition does not end completions.
-  If the completion also ends by a stop token or the length limit at the same token, the stop token
-  or the length limit is reported as the reason.
+  If a stop token or the length limit ends the completion at the same token, that is reported as the
+  reason instead.
   """
   max_response_length: int | None = None
   """Maximum number of tokens of a sample after its prompt, if a stage sets a limit below the run's.
@@ -85,7 +85,7 @@ class Sampling:
 
   @property
   def filtered(self) -> bool:
-    """Whether top-k or top-p excludes any tokens. False for greedy sampling, because the filters
+    """Whether top-k or top-p may exclude tokens. False for greedy sampling, because the filters
     always keep the most probable token.
     """
     return self.temperature > 0 and (self.top_p < 1 or self.top_k != -1)
@@ -96,7 +96,7 @@ class Request:
   """Request to sample one or several completions of a prompt."""
 
   uid: str
-  """Identifier in messages and logs: the id of the group, or of a turn of an episode,
+  """Identifier in messages and logs: the id of the group or, for a turn of an episode,
   `<group>/<sample index>/turn <number>`. It does not affect the random numbers.
   """
   prompt: tuple[int, ...]
@@ -252,8 +252,8 @@ class Engine(Generator, Protocol):
 
   `load` suspends sampling, replaces the weights, and resumes sampling. A completion in flight then
   continues with the new weights in a new segment. Servers that load LoRA adapters are an exception:
-  there, a completion in flight keeps its earlier adapter. A completion that starts later uses only
-  the new weights.
+  with them, a completion in flight keeps its earlier adapter. A completion that starts later uses
+  only the new weights.
   """
 
   name: str
@@ -295,7 +295,9 @@ class Engine(Generator, Protocol):
 
 @runtime_checkable
 class Releasable(Engine, Protocol):
-  """Engine that can free its device memory while it generates nothing. Memory phases use this."""
+  """Engine that can free its device memory while it generates nothing, as the memory phases of a
+  run require (`PhasesConfig`).
+  """
 
   @property
   def is_released(self) -> bool: ...
@@ -307,7 +309,9 @@ class Releasable(Engine, Protocol):
 
   @property
   def is_outside(self) -> bool:
-    """Whether the memory belongs to other processes. `device_bytes` is then an estimate."""
+    """Whether the memory belongs to other processes. `device_bytes` is then an estimate of the
+    total over these processes.
+    """
     ...
 
   async def release(self, how: str) -> None:

@@ -34,7 +34,9 @@ class AuxiliaryModel(ServiceClient):
     self.name, self._model = config.name, config.model
 
   async def ask(self, messages: Sequence[Message], *, max_tokens: int, temperature: float) -> str:
-    """Returns the text of the model's reply. Raises RunError if no server replies."""
+    """Returns the text of the model's reply. Raises RunError if no server replies, or if the reply
+    has no text.
+    """
     body = {'model': self._model, 'messages': [dict(message) for message in messages]}
     try:
       answer = await self.post({**body, 'max_tokens': max_tokens, 'temperature': temperature})

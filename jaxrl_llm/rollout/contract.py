@@ -1,7 +1,7 @@
 """Contract of workflows: the requirements on the trajectories that a workflow yields.
 
 The master checks these requirements for workflows in its own process and for workflows in
-explorers. A violation is an error of one line that names the sample.
+explorers. A violation raises an error that names the sample.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jaxrl_llm.rollout.workflow import Rollout, Workflow, trained_turns
 
 
 class Roster:
-  """Record of the trajectories of a group that have arrived. Each index below `samples` is expected
-  once, with all its steps.
+  """Records which trajectories of a group have arrived. One trajectory, with all its steps, is
+  expected for each index below `samples`.
   """
 
   def __init__(self, group: str, samples: int, *, max_steps: int = 1):
@@ -40,8 +40,8 @@ class Roster:
 
   def take(self, rollout: Rollout) -> bool:
     """Records a trajectory and returns whether it is the first with its index. Raises ValueError if
-    there are too many steps, or if a step does not belong to the group or trajectory, or has an
-    unexpected uid or index.
+    the trajectory has too many steps, or if a step does not belong to the group or trajectory, has
+    an unexpected uid or index, or fails `check_segments`.
     """
     index = rollout.sample.sample_index
     if not 0 <= index < self._samples:
@@ -90,8 +90,8 @@ class Roster:
 
 
 def check_segments(sample: Sample) -> None:
-  """Raises ValueError unless segments of the sample cover every token that it marks as sampled, are
-  in order and do not overlap.
+  """Raises ValueError unless the sample's segments lie within its tokens, are in order, do not
+  overlap, and cover every token that is marked as sampled.
   """
   covered, last = np.zeros(len(sample.tokens), bool), 0
   for segment in sample.segments:
@@ -110,12 +110,12 @@ def check_segments(sample: Sample) -> None:
 
 
 def check_limits(verdict: Verdict, name: str) -> None:
-  """Raises ValueError if an environment's reward exceeds the limits that the master sets: numbers
+  """Raises ValueError unless an environment's reward meets the master's requirements: numbers
   within ±`MAX_REWARD`, at most `MAX_PARTS` parts, printable part names of at most `MAX_PART_NAME`
   characters, and evidence that is JSON of at most `MAX_EVIDENCE` characters.
 
   Args:
-    name: name of the sample for messages.
+    name: subject of the error messages, such as 'sample <uid>'.
   """
   numbers = [*verdict.turn_values, *verdict.parts.values()]
   for number in numbers if verdict.value is None else [verdict.value, *numbers]:
@@ -146,7 +146,7 @@ def check_limits(verdict: Verdict, name: str) -> None:
 
 def check_verdict(rollout: Rollout) -> None:
   """Raises ValueError if the environment's reward of a rollout fails `check_limits`, or has more
-  turn values than its samples have turns.
+  turn values than the rollout has turns that are trained on.
   """
   verdict, name = rollout.verdict, f'sample {rollout.sample.uid}'
   if verdict is None:
@@ -176,7 +176,8 @@ async def checked_run(
     max_steps: maximum number of steps of a trajectory.
 
   Raises:
-    RunError: the workflow yields an unexpected sample or omits an expected one.
+    RunError: the workflow yields a trajectory or reward that violates the contract, or omits a
+      trajectory.
   """
   group = f'{stage}/{task.uid}/{visit}'
   roster = Roster(group, samples, max_steps=max_steps)

@@ -17,8 +17,8 @@ from jaxrl_llm.rollout.api import Engine, Sampling
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 Run = Callable[..., Awaitable[Any]]
-"""Coroutine function. It calls `function(*args, **kwargs)` on the device thread of the trainer's
-process and returns the result.
+"""Coroutine function `run(function, *args, **kwargs)`. It calls `function` with the other arguments
+on the device thread of the trainer's process, and returns the result.
 """
 
 
@@ -86,7 +86,7 @@ class EngineSpec:
   """
   may_change: tuple[str, ...] = ()
   """Names of the engine's options that may differ when a run is resumed, because they do not affect
-  the sampled tokens. They concern the number, location and deadlines of servers.
+  the sampled tokens. Examples are the number, addresses and deadlines of servers.
   """
   unsupported: Callable[[Sampling], str | None] = lambda sampling: None
   """Returns the reason why the engine cannot sample with the given parameters, or None if it can.

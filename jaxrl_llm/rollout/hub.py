@@ -33,7 +33,7 @@ class Hub(Protocol):
   async def ask(
     self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float = 0.0
   ) -> str:
-    """Returns the reply of an auxiliary model (`rollout.auxiliary`). Raises RunError if none of the
-    model's servers replies.
+    """Returns the reply of an auxiliary model (`rollout.auxiliary`). Raises RunError if there is no
+    such model, none of its servers replies, or the reply has no text.
     """
     ...

@@ -1,5 +1,5 @@
 """The trainer's half of the probe. The trainer computes logprobs of fixed token sequences. After
-each publication, they are compared with the engine's logprobs of the same sequences.
+each publication, these logprobs are compared with the engine's logprobs of the same sequences.
 """
 
 from __future__ import annotations

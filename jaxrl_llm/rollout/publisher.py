@@ -1,5 +1,5 @@
-"""Weight publishing: copies sharded parameters to the host of process 0, one layer of an array at a
-time, and loads them into the engine.
+"""Weight publishing: copies sharded parameters to the host of process 0, at most one layer of an
+array at a time, and loads them into the engine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PART_BYTES = 16 << 20
 this many bytes.
 """
 _OF_LARGEST = 4
-"""Divisor of the size of a layer's largest matrix. An array that is larger than the quotient and
-than `PART_BYTES` is cut into parts. A part, its shards and the buffers of a collective operation
-together then need no more memory than the largest matrix.
+"""Divisor of the size of a layer's largest array. An array that is larger than both the quotient
+and `PART_BYTES` is cut into parts. A part, its shards and the buffers of a collective operation
+together then need no more memory than the largest array.
 """
 _AHEAD = 2
 """Number of parts that the devices compute and copy ahead of the part in use."""
@@ -44,14 +44,16 @@ _Leaf = Shaped[jax.Array, '...'] | jax.ShapeDtypeStruct
 
 
 class _Part(NamedTuple):
-  """A part of an array (one layer, or some of its rows) as a device program cuts it out."""
+  """Part of an array that a device program cuts out: the whole array, one of its stacked layers, or
+  some rows of either.
+  """
 
   name: str
   """Name in the unrolled tree."""
   inputs: tuple[_Leaf, ...]
   """The array and, if it is a kernel with an adapter, the adapter's matrices A and B."""
   layer: int | None
-  """Index of the layer if the array is a stack of all layers."""
+  """Index of the layer; None if the array is not a stack of all layers."""
   group: int = 0
   """Index of the part's group of rows; see `_Cut.groups`."""
   start: int = 0
@@ -66,12 +68,12 @@ class _Cut(NamedTuple):
   """
 
   shape: tuple[int, ...]
-  """Shape of one layer of the array."""
+  """Shape of the array, without the axis along which layers are stacked."""
   dtype: np.dtype
   """Data type to which the parts are converted."""
   stacked: bool
   spec: PartitionSpec | None
-  """Sharding of one layer of the array over the mesh; None if it is on one device."""
+  """Sharding of the axes of `shape` over the mesh; None if the array is on one device."""
   adapted: bool
   groups: int
   """Number of groups of consecutive rows; the groups lie on different devices."""
@@ -93,13 +95,13 @@ class _Cut(NamedTuple):
 
 
 class Gatherer:
-  """Copies sharded parameters to the host, part by part. All processes must take part.
+  """Copies sharded parameters to the host, part by part. Every process must participate.
 
-  A part is one layer of an array or, if the array is large, a range of its rows. The devices cut
-  and convert each part before any data is transferred. If the job has several processes, every
-  device then gathers the part as integers with the same bits, because a compiler might convert
-  floats to a wider type for the transfer. Neither a device nor the host therefore ever holds a
-  whole stack of layers.
+  A part is an array, one layer of an array of stacked layers or, if these are large, a range of
+  rows. The devices cut and convert each part before any data is transferred, so `leaves` never
+  needs memory for a gathered stack of layers, on a device or on the host. If the job has several
+  processes, every device gathers the converted part as integers with the same bits, because a
+  compiler might convert floats to a wider type for the transfer.
   """
 
   def __init__(
@@ -117,8 +119,8 @@ class Gatherer:
         nothing is merged.
       dtype: data type of the yielded arrays, except for adapters. If None, arrays keep their data
         type.
-      part_bytes: size in bytes above which arrays are cut, unless a quarter of a layer's largest
-        matrix is larger.
+      part_bytes: size in bytes above which arrays are cut. A quarter of the size of a layer's
+        largest array is used instead if it is larger.
       several: whether the mesh spans several processes. If None, this is read from the current job.
     """
     self._mesh, self._lora, self._part_bytes = mesh, lora, part_bytes
@@ -129,8 +131,10 @@ class Gatherer:
     self._program = functools.cache(self._build)
 
   def leaves(self, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name in the unrolled tree, array) for each parameter and layer, sorted by name and
-    then by layer. The order is the same in all processes, and every process must iterate.
+    """Yields (name in the unrolled tree, array) for each parameter. In the unrolled tree, every
+    layer has its own arrays, so stacked layers are yielded one by one. The pairs are sorted by name
+    and then by layer, so the order is the same in all processes. Every process must iterate or call
+    `take_part`.
 
     A large array may come in several consecutive parts along its first axis. An array may be a view
     of a device buffer that the next update donates, so a caller that keeps the array must copy it.
@@ -165,15 +169,16 @@ class Gatherer:
     return unflatten(host) if self._leads else None
 
   def take_part(self, params: Params) -> None:
-    """Takes part in the collective operations of `leaves`. All processes but process 0 call this
+    """Participates in the collective operations of `leaves`. All processes but process 0 call this
     while process 0 iterates `leaves`.
     """
     for _ in self._computed(params, fetch=False):
       pass
 
   def programs(self, params: Params) -> dict[str, jax.stages.Lowered]:
-    """Returns the device programs that cut, convert and gather the parameters. Each is keyed by the
-    name of one of its parameters. `params` may consist of shapes with shardings.
+    """Returns the device programs that cut, convert and gather the parameters. Each program is
+    keyed by the name of one of the parameters that it processes. `params` may consist of shapes
+    with shardings.
     """
     lowered: dict[_Cut, tuple[str, jax.stages.Lowered]] = {}
     for part, cut in self._parts(params):
@@ -183,8 +188,9 @@ class Gatherer:
     return dict(lowered.values())
 
   def _computed(self, params: Params, *, fetch: bool) -> Iterator[tuple[_Part, _Cut, jax.Array]]:
-    """Yields each part with its device array, which may represent the bits as integers. Meanwhile
-    the devices compute the next parts and, if `fetch`, copy them to the host.
+    """Yields each part with its device array, which contains integers with the part's bits if the
+    job has several processes. Meanwhile the devices compute the next parts and, if `fetch`, copy
+    them to the host.
     """
     ahead: collections.deque[tuple[_Part, _Cut, jax.Array]] = collections.deque()
     for part, cut in self._parts(params):
@@ -225,7 +231,7 @@ class Gatherer:
           yield _Part(unrolled, inputs, layer, group, start, skipped), cut
 
   def _layer_bytes(self, name: str, leaf: _Leaf) -> int:
-    """Returns the size in bytes of one layer of this array after its conversion, or 0 if the array
+    """Returns the size in bytes of one layer of the array after its conversion, or 0 if the array
     belongs to no layer.
     """
     shape = leaf.shape[1:] if _is_stacked(name) else leaf.shape
@@ -257,7 +263,9 @@ class Gatherer:
     return _Cut(shape, dtype, stacked, spec, adapted, groups, rows, staged)
 
   def _build(self, cut: _Cut) -> Callable[..., jax.Array]:
-    """Returns the program for arrays like `cut`: (inputs, layer, group, first row) -> part."""
+    """Returns the program that cuts a part out of an array as `cut` describes: (inputs, layer,
+    group, first row) -> part.
+    """
 
     def constrain(x: Shaped[jax.Array, '...'], *spec: Any) -> Shaped[jax.Array, '...']:
       if cut.spec is None:
@@ -307,7 +315,9 @@ class Gatherer:
 
 
 def stacked_name(name: str) -> str:
-  """Returns the parameter's name in the scanned tree, given its name in the unrolled tree."""
+  """Returns a parameter's name in the scanned tree, in which layers are stacked, given its name in
+  the unrolled tree.
+  """
   first, *rest = name.split('/')
   return '/'.join([first, *rest[1:]]) if first == 'layers' else name
 
@@ -332,8 +342,8 @@ def _starts(cut: _Cut) -> Iterator[tuple[int, int, int]]:
 
 
 def _host(array: Shaped[jax.Array, '*shape']) -> Shaped[np.ndarray, '*shape']:
-  """Returns the array on the host. The result is a view of a device buffer if one device has the
-  whole array.
+  """Returns the array on the host. The result may be a view of a device buffer if each of the
+  array's devices holds the whole array.
   """
   if array.is_fully_replicated:
     return np.asarray(array.addressable_data(0))

@@ -52,9 +52,9 @@ class Bounds:
 def checked_sample(data: bytes, bounds: Bounds) -> Sample:
   """Checks and decodes an encoded sample.
 
-  Raises ValueError if a field has a wrong type, the sample exceeds the limits, or its segments do
-  not cover every token that it marks as sampled. Damaged data may also raise other exceptions of
-  the decoder.
+  Raises ValueError if a field is missing or has a wrong type, the sample exceeds the limits, or its
+  segments are missing or fail `check_segments`. Damaged data may also raise other exceptions of the
+  decoder.
   """
   most = _SAMPLE_BYTES + _TOKEN_BYTES * bounds.max_length
   if len(data) > most:

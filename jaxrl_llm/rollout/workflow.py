@@ -92,8 +92,9 @@ class Workflow(Protocol):
 
     Args:
       task: the task to attempt.
-      visit: number of times that the task was drawn before, in this stage and earlier stages. It is
-        part of the random key of every request.
+      visit: number of the visit, from 0. It is the number of times that the task was drawn before,
+        in this stage and earlier stages, unless several tasks have the same prompt: their visits
+        are numbered together, because the visit is part of the random key of every request.
       stage: name of the stage, the first part of the sample uid `<stage>/<task
         uid>/<visit>/<index>`. The group id is the sample uid without the index.
       samples: number of trajectories.
@@ -134,7 +135,8 @@ class SingleTurn:
       yield await by_length(len(completion.tokens), finished, index, completion)
 
   async def _prompt(self, task: Task) -> list[int]:
-    # Another process renders the prompt. It may be slow or hang, so a thread waits for it.
+    # If another process renders the prompt, a thread waits for that process, which may be slow or
+    # hang.
     if self._tokenizer.renders_elsewhere:
       return await asyncio.to_thread(self._tokenizer.render_prompt, task.prompt)
     return self._tokenizer.render_prompt(task.prompt)
@@ -159,11 +161,11 @@ class SingleTurn:
 
 
 def request_key(task: Task, visit: int, turn: int = 0) -> tuple[int, ...]:
-  """Returns the random key of a request. No two requests of a sample may have the same key, because
-  they would draw the same random numbers.
+  """Returns the random key of a request. The requests for different turns of a trajectory must have
+  different keys, because equal keys draw equal random numbers.
 
   Args:
-    turn: number of requests for the same sample before this one.
+    turn: number of earlier turns of the trajectory.
   """
   digest = int(task.digest, 16)
   key = digest & 0xFFFFFFFF, digest >> 32 & 0xFFFFFFFF, visit

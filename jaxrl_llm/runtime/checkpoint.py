@@ -1,12 +1,12 @@
-"""Commits: checkpoints that are complete. A checkpoint counts if and only if it has a COMMIT file.
+"""Commits: complete checkpoints. A checkpoint is complete if and only if it has a COMMIT file.
 
 A commit has two parts. `Checkpoints.begin` copies the state to host memory, after which training
 may continue and donate the arrays. `Writing.finish` completes the commit in a thread while training
 continues: every process writes its part of the arrays to `checkpoints/<step>/arrays` with orbax and
 digests its own files, and process 0 also writes `host.json`. When the files of all processes are on
 disk, process 0 writes `COMMIT`, which lists the name, size and digest of every file. The next start
-of the run removes directories without this file. If the run is killed at any moment, the earlier
-commits therefore remain.
+of the run removes directories without this file. Old commits are removed only after a new one is
+complete, so earlier commits survive no matter when the run is killed.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class CheckpointConfig:
 
   every_steps: int = 10
   every_minutes: float | None = None
-  """Maximum minutes between commits, in addition to `every_steps`; None for commits by steps only.
-  Commits by time only add steps at which the run can resume, and do not affect its results.
+  """Maximum minutes between commits, in addition to `every_steps`; None for no limit in time. The
+  additional commits do not affect the results of the run.
   """
   keep: int = 3
   """Number of newest commits to keep. The commit with the best evaluation is also kept, as are
-  commits whose weights later stages start from, and that of a reward model that scores rollouts.
+  commits whose weights later stages start from, and the commit of a reward model that scores
+  rollouts.
   """
   keep_hours: float = 0.0
   """Commits younger than this many hours are also kept, however many there are."""
@@ -128,8 +129,8 @@ class Checkpoints:
   def begin(self, step: int, state: Any, host: Json, *, keep: Collection[int] = ()) -> Writing:
     """Starts a commit of `state` and `host` as `step`, and returns when both are copied.
 
-    Every process must call it with the same step, and in the same order relative to other
-    collective operations. It must call `finish` of the result before the next `begin`. Later
+    Every process must call this method with the same step, in the same order relative to other
+    collective operations, and must call `finish` on the result before the next `begin`. Later
     changes to `state` and `host`, such as the donation of the arrays, do not affect the commit. On
     accelerators, the copy is in host memory. On CPUs, the commit holds the arrays themselves, and
     an update that would donate them writes to new memory instead.
@@ -206,10 +207,10 @@ class Checkpoints:
     return json.loads((self._directory / str(step) / _HOST).read_text())
 
   def take(self, source: Checkpoints, step: int) -> Taken:
-    """Links or copies the files of a commit of another run, which may be active.
+    """Links or copies the files of another run's commit into this run. The other run may be active.
 
     Raises:
-      UserError: the commit is damaged, or was removed meanwhile.
+      UserError: the commit is damaged, or was removed during the call.
     """
     files, host = source._committed(step), source.host(step)
     try:
@@ -329,7 +330,7 @@ class Writing:
 
 class _Silence:
   """Suppresses orbax's progress logs, and the traceback that orbax prints for each failed write,
-  while at least one block is open. Blocks may overlap, also in different threads.
+  while at least one block is open. Blocks may overlap, even in different threads.
 
   The error itself is still raised.
   """
@@ -379,8 +380,8 @@ def _not_of_orbax(record: stdlib_logging.LogRecord) -> bool:
 def _remove_failed(path: pathlib.Path, error: Exception) -> None:
   """Removes the files of a failed save.
 
-  The removal is repeated until no files appear for `_QUIET_S` seconds, because pending writes
-  continue for a while and create directories again.
+  The removal is repeated until no files have appeared for `_QUIET_S` seconds, but at most for 20
+  times as long, because pending writes continue for a while and create directories again.
   """
   seen = started = time.monotonic()
   while (now := time.monotonic()) < min(seen + _QUIET_S, started + 20 * _QUIET_S):
@@ -439,7 +440,8 @@ def _commit(
 ) -> None:
   """Syncs every file to disk, then writes COMMIT and syncs it too.
 
-  Raises UserError, and writes nothing, if a file lacks the expected size and digest.
+  Raises UserError if a file lacks the expected size and digest, and FileNotFoundError if a file in
+  `digests` is missing. COMMIT is then not written.
 
   Args:
     digests: sizes and digests of files that another process has digested and synced.

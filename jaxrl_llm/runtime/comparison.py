@@ -36,7 +36,7 @@ best run of each of the best groups is chosen.
 ANSWER_BYTES = 4_000_000
 """Maximum size of the embedded answers of a suite, in characters."""
 ROLLOUT_BYTES = 12_000_000
-"""Maximum total size of the rollouts files that are read, in bytes. All runs get equal shares."""
+"""Approximate maximum size of all rollouts files read, in bytes. All runs get equal shares."""
 MAX_TASKS, MAX_ROLLOUTS = 60, 4
 """Maximum number of tasks whose rollouts are embedded, and maximum number of rollouts of a task
 that are embedded for each run.
@@ -256,7 +256,7 @@ def _subtitle(runs: Sequence[ComparedRun], groups: list[Row], objective: Objecti
 
 
 def _keys(logs: Sequence[list[Row]], objective: str) -> set[str]:
-  """Returns the keys of the metrics that the page contains, see `_ALL_METRICS_RUNS`."""
+  """Returns the keys of the metrics that the page contains (see `_ALL_METRICS_RUNS`)."""
   keys = {
     key
     for rows in logs
@@ -445,8 +445,8 @@ def groups_of(workdirs: Mapping[str, pathlib.Path]) -> dict[str, str]:
   """Returns the label of each run's group, keyed by the run's name.
 
   Runs whose configurations differ only in the seed form a group. Its label lists the group's values
-  of the fields in which the groups differ. If there are more than three such fields, or the label
-  would be too long or not unique, it is the name of the group's first run.
+  of the fields in which the groups differ. If no field or more than three fields differ, or if this
+  label would be too long or not unique, the label is the name of the group's first run.
   """
   configs = {name: _config(path) for name, path in workdirs.items()}
   for config in configs.values():

@@ -6,8 +6,8 @@ an error, or the end of its stage), or because the process died. `EDGES` describ
 messages and the published diagrams in which they appear.
 
 A run never reads this log, and commits do not contain it. A resumed run appends to it, under a new
-attempt number. When the log has reached half of its byte budget, it becomes `events.1.jsonl`, in
-place of the file of that name, and a new log begins.
+attempt number. When the log has reached half of its byte budget, it is renamed to
+`events.1.jsonl`, which replaces any file of that name, and a new log begins.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Edge(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ends:
-  """Description of a type of messages (an edge). Replies go from the target to the source."""
+  """Description of a type of message (an edge). Replies go from the target to the source."""
 
   source: str
   target: str
@@ -74,7 +74,9 @@ class Ends:
   answered: bool = True
   """Whether the messages are exchanges, that is, requests with replies."""
   diagram: str
-  """Published diagram that contains the edge, and the edge's name in that diagram."""
+  """Published diagram that contains the edge, and the edge's name in it; or 'none' and the edge's
+  purpose.
+  """
   text: str
 
 

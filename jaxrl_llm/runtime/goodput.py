@@ -56,8 +56,8 @@ def trainer_seconds(
       process samples, the time counts as `generate` (as `evaluate` in an evaluation), whichever
       part of the step is waiting.
     wall_s: seconds since the previous row of metrics.
-    is_repeated: whether an earlier attempt had completed this step and a crash undid it. If so, all
-      seconds of the step itself count as `recompute`.
+    is_repeated: whether an earlier attempt had completed this step and a crash undid it. If so, the
+      seconds of the classes in `_REPEATABLE` count as `recompute` instead.
   """
   seconds: collections.Counter[str] = collections.Counter()
   for name, own in parts.items():

@@ -30,7 +30,7 @@ damaged.
 
 
 class Change(NamedTuple):
-  """A value of the configuration that changed, or the number of devices or processes."""
+  """A changed configuration value, or a changed number of devices or processes."""
 
   key: str
   """Dotted key, as in --config.KEY; or `devices` or `processes` (`Entry.machine`)."""

@@ -2,7 +2,7 @@
 
 A card is built only from the run directory (config.json, metrics.jsonl) and the arguments. Because
 cards are published, texts from these sources are escaped, and paths on this machine are reduced to
-their last names. Figures are written next to the card, to the file `FIGURES`.
+their last components. Figures are written next to the card, to the file `FIGURES`.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def write_converted_card(
 ) -> None:
   """Writes the model card of a converted model.
 
-  If the source is an export of a run, this is the card of the run. If the source has a card, this
-  is the same card with a note added. Otherwise, it is a short card.
+  If the source is an export in a run directory, the card is that of the run. Otherwise, if the
+  source has a card, that card is copied and a note is added. Otherwise, a short card is written.
 
   Args:
     source: directory of the source.
@@ -145,8 +145,9 @@ def write_converted_card(
 def typed_command(argv: Sequence[str]) -> list[str]:
   """Returns the words of a command line in a form that may be published.
 
-  An absolute path is reduced to its last name, and a path in the home directory begins with `~`.
-  The value of a flag that is called a token, key, password or secret becomes `…`.
+  A word or value that is a path in the home directory begins with `~`. Any other absolute path is
+  reduced to its last component. The value of a flag that is called a token, key, password or secret
+  becomes `…`.
   """
   program, *words = argv
   path = pathlib.Path(program)
@@ -178,7 +179,7 @@ def _without_home(word: str) -> str:
 
 
 def _without_paths(text: str) -> str:
-  """Reduces each absolute path in a text to its last name."""
+  """Reduces each absolute path in a text to its last component."""
   return _PATH.sub(lambda match: pathlib.Path(match[0]).name, text)
 
 
@@ -226,8 +227,8 @@ def _hub_id(name: str | None) -> str | None:
 
 
 def _place(name: str | None) -> str:
-  """Describes a model's location in Markdown: a hub id as a link, a directory by its last name
-  only.
+  """Describes a model's location in Markdown: a hub id as a link, a directory by the last component
+  of its path.
   """
   if name is None:
     return 'random weights'

@@ -317,7 +317,8 @@ def _evaluations(rows: list[Row], stages: list[Row]) -> Row:
 def _summary(rows: list[Row], stages: list[Row], others: list[Row]) -> list[Row]:
   """Returns the tiles at the top of the page: accuracies, rewards, losses, time, tokens and steps.
 
-  An accuracy, reward or loss is shown with its first and last values.
+  The tile of an accuracy shows the first value of the run and the last value of each stage. The
+  tile of a reward or loss shows the means over the first and the last 10 steps.
 
   Args:
     others: seconds of the trainer processes other than process 0.

@@ -58,7 +58,7 @@ class Stopwatch:
     return seconds
 
   def take_own(self) -> dict[str, OwnSeconds]:
-    """Returns the seconds of each part without the parts inside it, since the last call."""
+    """Returns the seconds of each part since the last call, without the parts inside it."""
     own, self._own = self._own, {}
     return own
 

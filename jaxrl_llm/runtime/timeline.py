@@ -225,7 +225,7 @@ def rows(spans: Sequence[Span]) -> list[int]:
 
 
 def payload(timeline: Timeline) -> dict[str, Any] | None:
-  """Returns the timeline's data in a report: the last steps of the last attempt that completed one.
+  """Returns the timeline's data in a report: the last steps of the last attempt that completed any.
 
   Spans after the last of these steps are included, too. Times are in seconds since the start of the
   first step shown. Returns None if the run has no steps.

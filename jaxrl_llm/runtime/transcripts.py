@@ -1,6 +1,6 @@
 """Rollouts and evaluation answers of a run, in the compact form that a report embeds.
 
-Even for a large run, the report stays within a few megabytes, because only some of the rollouts and
+The size of the report is bounded even for a large run, because only some of the rollouts and
 answers are embedded. They are selected by fixed rules (`ROLLOUT_BYTES`, `MAX_ANSWERS`) that depend
 only on the files. The page states what was left out. Invalid rows are counted and skipped.
 """
@@ -223,11 +223,11 @@ def _shown(rows: int, chosen: int, files: int, limit: float) -> str:
 
 
 def _sampled(samples: Mapping[Any, int]) -> str:
-  """Returns the page's note about steps of which only some samples were transcribed. The note is
-  empty if there are no such steps.
+  """Returns the page's note about steps that were transcribed only in part. The note is empty if
+  there are none.
 
   Args:
-    samples: number of samples of each such step.
+    samples: number of samples of each step that was transcribed only in part.
   """
   if not samples:
     return ''
@@ -287,10 +287,10 @@ def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:
 
 
 def _turns(row: Row, length: int) -> Row:
-  """Returns the turns of a rollout in the page's compact form, with three keys. `w` lists [whether
-  the turn is an observation, its end, its text if its tokens do not spell the text] for each turn.
-  `h` lists the rewards of the policy's turns. `l` lists [start, end, step of the version] for the
-  tokens of each version.
+  """Returns the turns of a rollout in the page's compact form, with up to three keys. For each
+  turn, `w` lists [whether the turn is an observation, its end, its text if its tokens do not spell
+  the text]. `h` lists the rewards of the policy's turns. For the tokens of each version, `l` lists
+  [start, end, step of the version].
 
   Args:
     length: number of tokens of the rollout.

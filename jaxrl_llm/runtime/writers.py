@@ -1,14 +1,16 @@
 """The logs of a run: metrics.jsonl, rollouts/ and evals/.
 
-Invariant: the logs of a resumed run equal those of an uninterrupted run. When a run is resumed,
-metrics.jsonl is truncated to the length in bytes that the commit recorded. Each rollouts or evals
-file belongs to one step and is replaced atomically. Files of steps after the commit are removed.
-`runtime.log` copies the rows of metrics.jsonl to other places.
+Invariant: the logs of a resumed run have the same rows as those of an uninterrupted run, apart from
+values that are not reproducible, such as times. When a run is resumed, metrics.jsonl is truncated
+to the length in bytes that the commit recorded. Each rollouts or evals file belongs to one step and
+is replaced atomically. Files of steps after the commit are removed. `runtime.log` copies the rows
+of metrics.jsonl to other places.
 
 The logs are always valid JSON. In metrics.jsonl, a value that is NaN or infinite is written as
 null, and the additional key `<key>/nonfinite` contains 'nan', 'inf' or '-inf'. In rollouts and
-evals, such a value is just null. Lists in rollouts and evals are rounded to 8 decimals, which is
-finer than the precision of float32 near 1; long arrays in rollouts are packed (see `packed`).
+evals, such a value is just null. Arrays in rollouts and evals are written as lists, rounded to 8
+decimals, which is finer than the precision of float32 near 1. The arrays of long rollouts are
+packed instead (see `packed`).
 """
 
 from __future__ import annotations
@@ -189,8 +191,7 @@ def _pack(values: Shaped[np.ndarray, 'tokens']) -> dict[str, str]:
 
 def unpacked(row: dict[str, Any]) -> dict[str, Any]:
   """Returns a row of a rollouts file in which each array is a list and `tokens` is restored.
-  Non-finite values become None. A row that contains lists, as in earlier versions, is returned
-  unchanged.
+  Non-finite values become None. A row without packed arrays is returned unchanged.
 
   Raises ValueError if an array cannot be read, or if it has more than `_MAX_TOKENS` values.
   """

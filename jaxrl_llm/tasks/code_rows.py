@@ -1,8 +1,8 @@
 """Converts rows of public data sets of programming problems to rows that the scorer `code` reads.
 
-Invariants: a row's content is data. In particular, a pickle in a row is never loaded: only its
-opcodes are read, and only a pickle of a single text is accepted. Compressed data are expanded only
-up to a limit.
+Invariants: this module executes nothing that a row contains. In particular, it never loads a
+pickle: it only reads the opcodes, and accepts only a pickle of a single text. Compressed data are
+expanded only up to a limit.
 """
 
 from __future__ import annotations

@@ -54,10 +54,11 @@ def example_samples(
   """Converts examples to samples of at most `longest` tokens each.
 
   Returns the samples and five counts, keyed by name:
-    corrupt: rows that are left out because their answers cannot be located.
+    corrupt: rows that are left out because `example_tokens` refuses them.
     too_long: rows that are left out because of their length.
     truncated: rows that are shortened to `longest` tokens.
-    without_loss: rows that are left out because none of their tokens would enter the loss.
+    without_loss: rows that are left out because, once shortened or split, they have no token in the
+      loss.
     sequences: samples returned.
 
   Raises:
@@ -126,8 +127,8 @@ def example_tokens(
     loss_on: tokens that the loss covers, see `ExamplesConfig.loss_on`.
 
   Raises:
-    ValueError: the answers cannot be located among the tokens, or the chat template leaves out
-      tools or tool calls.
+    ValueError: the answers cannot be located among the tokens, no token is in the loss, or the chat
+      template leaves out tools or tool calls.
     UserError: the chat template or the tokenizer refuses the example.
   """
   match example.content:
@@ -212,8 +213,8 @@ def _check_marks(
   assistant's.
 
   To find the text of the messages between two assistant turns, the conversation is rendered twice:
-  up to the first of these messages, and through the last. If the two rendered texts are not
-  prefixes of the whole text, the messages are not checked.
+  with only the messages before them, and with these messages as well. If the two rendered texts are
+  not prefixes of the whole text, the messages are not checked.
   """
   at = 0
   for answers, turn in itertools.groupby(messages, lambda message: message['role'] == 'assistant'):

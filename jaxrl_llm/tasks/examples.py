@@ -45,7 +45,8 @@ class ExamplesConfig:
 
   Without templates, the first of these forms that a row has is used: (1) a conversation in
   `messages` or `conversations`; (2) `prompt` and `completion`, each a text or messages; (3) `text`.
-  The loss covers the assistant's turns of (1), the completion of (2) and all tokens of (3).
+  The loss covers the assistant's turns of (1), the completion of (2) and all tokens of (3). If a
+  completion also has messages of other roles, the loss covers only the assistant's turns in it.
   """
 
   name: str
@@ -186,9 +187,7 @@ class ExampleSet:
   config: ExamplesConfig
   examples: tuple[Example, ...]
   counts: Mapping[str, int]
-  """Number of rows `read`, and of these the numbers `kept`, `corrupt`, `duplicate` and in
-  `other_split`.
-  """
+  """Numbers of rows, keyed by `read`, `kept`, `corrupt`, `duplicate` and `other_split`."""
 
 
 def load_examples(config: ExamplesConfig) -> ExampleSet:

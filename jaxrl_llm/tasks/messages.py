@@ -18,7 +18,8 @@ _REASONING = ('reasoning_content', 'reasoning', 'thinking')
 
 
 def text_messages(name: str, value: list[Json]) -> list[Message]:
-  """Returns messages with a role and text only. Raises ValueError if the row has other messages.
+  """Returns the messages with only their roles and texts. Raises ValueError if a message has no
+  text or an unknown role.
 
   Args:
     name: name of the field, for the error message.
@@ -49,8 +50,8 @@ def chat_messages(name: str, value: list[Json]) -> list[ChatMessage]:
     name: name of the field, for the error message.
 
   Raises:
-    ValueError: a message has an unknown role or content that is not text, or a message of the
-      assistant has neither content nor tool calls.
+    ValueError: a message has an unknown role, content that is not text, invalid tool calls, or
+      neither content nor tool calls; or a message of the assistant is empty.
   """
   return [chat_message(f'{name}[{i}]', item) for i, item in enumerate(value)]
 

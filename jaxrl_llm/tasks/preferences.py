@@ -136,8 +136,8 @@ class Preferences:
   name: str
   pairs: tuple[Pair, ...]
   counts: Mapping[str, int]
-  """Number of rows `read`, and of these the numbers `kept`, `corrupt`, `identical` (both answers
-  are equal), `duplicate` and in `other_split`.
+  """Numbers of rows, keyed by `read`, `kept`, `corrupt`, `identical` (both answers are equal),
+  `duplicate` and `other_split`.
   """
 
 
@@ -263,8 +263,8 @@ def _preferences(
 def _check_group(
   where: str, pair: Pair, group_of: dict[str, str], config: PreferencesConfig
 ) -> None:
-  """Raises UserError if the pair's prompt also occurs in another group, because the prompt could
-  then be in both splits. Records the group of the prompt in `group_of`.
+  """Raises UserError if `config` splits the pairs and the pair's prompt also occurs in another
+  group, because the prompt could then be in both splits. Records the prompt's group in `group_of`.
   """
   group = group_of.setdefault(pair.task.digest, pair.group)
   if config.split != 'all' and group != pair.group:

@@ -109,14 +109,15 @@ def dedup(config: DedupConfig, context: ProcessorContext) -> Processor:
 
 
 _MARK = re.compile(r'(?<!\d)[.,;:?]|[.,;:?](?!\d)|["`“”„«»…¿¡]')
-"""Matches sentence punctuation, but neither the periods and colons in numbers (1.5, 12:30) nor
-characters that occur in formulas (5!, y', 2-1, brackets).
+"""Matches sentence punctuation, but neither marks between two digits (1.5, 12:30) nor characters
+that occur in formulas (5!, y', 2-1, brackets).
 """
 
 
 def in_order(names: Iterable[str], measured: Collection[str]) -> list[str]:
   """Returns the names of tasksets in the order in which they are processed. The tasksets of
-  evaluations (`measured`) come first, so a training task that is also in one of them is dropped.
+  evaluations (`measured`) come first, so that `dedup` drops training tasks that are also in one of
+  them.
   """
   return sorted(names, key=lambda name: name not in measured)
 
@@ -191,7 +192,8 @@ class Outcomes(NamedTuple):
 
 
 def pass_rate(outcomes: Mapping[str, Outcomes], *, low: float, high: float) -> Processor:
-  """Keeps tasks whose pass rate is in [low, high] (Kimi k1.5, 2.1).
+  """Returns a processor that keeps tasks whose pass rate is in [low, high] (Kimi k1.5, 2.1), and
+  drops those without scorable attempts.
 
   Args:
     outcomes: counts of past attempts, keyed by task uid.
@@ -207,7 +209,8 @@ def pass_rate(outcomes: Mapping[str, Outcomes], *, low: float, high: float) -> P
 
 
 def guessable(outcomes: Mapping[str, Outcomes]) -> Processor:
-  """Drops tasks that were answered correctly without reasoning (Kimi k1.5, 2.1).
+  """Returns a processor that drops tasks that were answered correctly at least once without
+  reasoning (Kimi k1.5, 2.1).
 
   Args:
     outcomes: counts of the answers without reasoning, keyed by task uid.

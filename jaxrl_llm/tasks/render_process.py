@@ -42,7 +42,7 @@ def main() -> None:
       )
       if len(text) > limits['characters']:
         raise ValueError(f'gives {len(text):,} characters, wanted at most {limits["characters"]:,}')
-      # A template can also mark text that it renders into a variable, so a mark may lie behind the
+      # A template can also mark text that it renders into a variable, so a mark may lie beyond the
       # end of the rendered text.
       inside = [[start, min(end, len(text))] for start, end in marks[0]]
       answer = {'text': text, 'marks': [[start, end] for start, end in inside if start < end]}

@@ -62,8 +62,8 @@ class Rendered(NamedTuple):
 
 
 class TemplateProcess:
-  """Renders a template in a separate process. The process starts with the first rendering and ends
-  with this object.
+  """Renders a template in a separate process. The process starts with the first rendering, is
+  replaced if a limit has ended it, and ends with this object.
   """
 
   def __init__(self, template: str, limits: RenderingLimits | None = None):

@@ -36,10 +36,11 @@ class SamplerConfig:
   order: Literal[
     'shuffled', 'sequential', 'easy_to_hard', 'hard_to_easy', 'prioritised', 'difficulty'
   ] = 'shuffled'
-  """shuffled, sequential, easy_to_hard, hard_to_easy: each task is drawn once per pass. For the
-  last two, the order is ascending or descending by the row field that `hardness` names.
-  prioritised: a task's weight is 1 − its success rate. difficulty: the closer a task's success rate
-  is to `target`, the larger its weight.
+  """Order of the tasks. shuffled: each task once per pass, in a new random order for each pass.
+  sequential: each task once per pass, in the order of the taskset. easy_to_hard and hard_to_easy:
+  each task once per pass, in ascending or descending order of the row field that `hardness` names.
+  prioritised: at random, where a task's weight is 1 − its success rate, but at least `floor`.
+  difficulty: at random, where a task's weight is larger the closer its success rate is to `target`.
   """
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
   """Relative share of each taskset in the draws. Tasksets take turns in proportion to their shares,
@@ -63,8 +64,8 @@ class SamplerConfig:
   target: float = 0.5
   """For the order `difficulty`: success rate at which a task's weight is largest."""
   temperature: float = 0.1
-  """For the order `difficulty`: distance from `target` at which a task's weight falls by a factor
-  of e.
+  """For the order `difficulty`: distance from `target` at which a task's weight is 1/e of the
+  largest possible weight.
   """
   discount: float = 0.2
   """For the order `difficulty`: share of the past results that the estimate of a task's success
@@ -182,8 +183,8 @@ class TaskSampler:
     return begun[-1] if begun else self._config.weights
 
   def advance(self, batch: int) -> None:
-    """Sets the number of the stage's batch for which tasks are drawn next. It determines the
-    weights.
+    """Sets the number of the stage's batch for which tasks are drawn next. This number determines
+    the weights.
     """
     self._batch = batch
 

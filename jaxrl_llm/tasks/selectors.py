@@ -80,8 +80,8 @@ class Estimate(Protocol):
 
 
 class FailureRate:
-  """Drawing probability P ∝ 1 − s, where s is the moving average of a task's success rate (Kimi
-  k1.5, arXiv:2501.12599, 2.3.4).
+  """Drawing probability P ∝ max(1 − s, floor), where s is the moving average of a task's success
+  rate (Kimi k1.5, arXiv:2501.12599, 2.3.4).
   """
 
   def __init__(self, *, prior: float, newest: float, floor: float):

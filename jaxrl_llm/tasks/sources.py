@@ -1,7 +1,7 @@
 """Sources of rows: procedural tasks, files and Hugging Face datasets.
 
 A source yields one `SourceRow` or `Corrupt` for each of its items, in a fixed order. The fields of
-a row are JSON values of bounded size and depth.
+a row are JSON values. In rows of files and datasets, their nesting depth is limited.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ def _procedural_rows(
 
 
 def _check_verifier(where: str, dataset: Any) -> None:
-  """Raises UserError if the dataset's verifier scores an entry differently after it was stored as
-  JSON, which turns tuples into lists.
+  """Raises UserError if the dataset's verifier scores the answer of the first entry differently
+  after the entry was stored as JSON, which turns tuples into lists.
   """
   entry = dataset[0]
   before = dataset.score_answer(entry['answer'], entry)

@@ -3,8 +3,8 @@ of the prompt.
 
 Every row is counted in `read` and in exactly one of `kept`, `corrupt`, `unmatched`, `duplicate`,
 `other_split` and `too_long`, or under the reason of the processor that dropped it
-(`tasks.processors`). A task's split depends only on its prompt, so training and evaluation tasks
-are disjoint for all seeds.
+(`tasks.processors`). A task's split depends only on its prompt and on `holdout`, so with the same
+holdout, training and evaluation tasks are disjoint for all seeds.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Taskset:
   name: str
   tasks: tuple[Task, ...]
   counts: Mapping[str, int]
-  """Number of rows `read`, and of these the numbers kept, corrupt, unmatched, duplicate,
-  other_split, too_long and dropped by each processor.
+  """Numbers of rows, keyed by `read`, `kept`, `corrupt`, `unmatched`, `duplicate`, `other_split`
+  and `too_long`, and by '<processor>/<reason>' for tasks that a processor dropped.
   """
 
 

@@ -23,8 +23,8 @@ def names(fields: Mapping[str, Json]) -> dict[str, Json]:
   """Returns the values that a template may use for a row, keyed by name.
 
   For a reasoning-gym entry, the names are the keys of its metadata, and `metadata`, `question` and
-  `answer`. For any other row, they are the keys of its `extra_info`, the `ground_truth` in its
-  `reward_model`, and its own keys. If a name occurs twice, the value listed later wins.
+  `answer`. For any other row, they are the keys of its `extra_info`, the keys of its `reward_model`
+  (such as `ground_truth`), and its own keys. If a name occurs twice, the value listed later wins.
   """
   if 'reasoning_gym' in fields:
     entry = fields['entry']

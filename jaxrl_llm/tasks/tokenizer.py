@@ -306,8 +306,8 @@ class Tokenizer:
 
   @property
   def files(self) -> dict[str, bytes]:
-    """Returns the contents of the tokenizer's files, keyed by file name. `from_directory` can load
-    them.
+    """Contents of the tokenizer's files, keyed by file name. `from_directory` can load a directory
+    with these files.
     """
     return {**self._files, _GENERATION: json.dumps({'eos_token_id': list(self.stop_ids)}).encode()}
 

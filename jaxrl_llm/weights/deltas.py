@@ -41,7 +41,7 @@ def decode_gaps(gaps: UInt8[np.ndarray, 'n']) -> Int[np.ndarray, 'count']:
   """Returns the positions that `encode_gaps` encoded.
 
   Raises:
-    ValueError: the last gap is incomplete.
+    ValueError: there are no gaps, or the last gap is incomplete.
   """
   ends = gaps < _LONG
   if not len(gaps) or not ends[-1]:

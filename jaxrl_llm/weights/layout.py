@@ -73,8 +73,8 @@ def hf_parts(
 
   Args:
     leaves: (name in the tree, array) of each parameter of the model, once and in any order. Layers
-      may be stacked or separate. A separate array may come in several consecutive parts along its
-      first axis.
+      may be stacked or separate. An array that does not stack layers may come in several
+      consecutive parts along its first axis.
     spec: spec of the model.
 
   Yields:
@@ -200,8 +200,8 @@ class StoredArray:
     Args:
       members: entries of the tensors that make up the array: one per layer if the array stacks the
         layers, otherwise a single entry.
-      read: fills an array with the elements of an entry's tensor that the slices select, one slice
-        with bounds for each axis of the tensor.
+      read: function of (entry, slices, array) that fills the array with the elements that the
+        slices select from the entry's tensor. Each axis of the tensor has one slice with bounds.
       stacked: whether the array has a leading layer axis.
       dtype: data type of the arrays that indexing returns.
     """
@@ -234,7 +234,8 @@ def fill(
   place: Callable[[str, StoredArray], Any],
 ) -> Params:
   """Builds a tree array by array. `place` reads the parts of an array that it needs before the next
-  array is requested, so host memory is needed only for those parts.
+  array is begun. Besides what `place` keeps, host memory contains parts of only one array at a
+  time.
 
   Args:
     read: reads a part of a tensor; see `StoredArray`.

@@ -48,7 +48,7 @@ the memory needed.
 
 
 def keep(path: str, stored: StoredArray) -> Shaped[np.ndarray, '...']:
-  """Default for `place` of `load_params`: reads the whole array into host memory."""
+  """Reads the whole array into host memory. This is the default of `place` in `load_params`."""
   del path
   return stored[...]
 
@@ -71,8 +71,8 @@ def load_params(
     scan_layers: whether to stack the layers.
     dtype: data type of the returned parameters. The files may have another one.
     place: maps (name in the tree, stored array) to the leaf of the tree, for example a sharded
-      device array. Only the parts that it indexes are read and checked for finite values. It may
-      keep references to them, because they are not modified afterwards.
+      device array. Only the parts that `place` indexes are read and checked for finite values.
+      `place` may keep references to them, because they are not modified afterwards.
 
   Returns:
     The parameter tree. If the embeddings are tied and the files have an `lm_head.weight`, its
@@ -232,7 +232,7 @@ def save_params(
   Args:
     directory: output directory, created if missing.
     params: scanned or unrolled tree of NumPy arrays or addressable JAX arrays; or a stream of (name
-      in the tree, array) as for `layout.hf_parts`, of which only a few arrays are in memory at a
+      in the tree, array) as for `layout.hf_parts`, so that only a few arrays need be in memory at a
       time.
     spec: spec of the model.
     dtype: data type of the tensors in the files.
@@ -330,8 +330,8 @@ def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-  """Converts a write error in the block, for example because of a full disk, to a RunError. Its
-  message is one line and names the directory.
+  """Converts a write error in the block, such as that of a full disk, to a RunError whose one-line
+  message names the directory.
   """
   try:
     yield

@@ -26,8 +26,8 @@ class ParameterRow:
   hf: str
   """Name in the safetensors file."""
   ours: str
-  """Name in the unrolled tree, which has one array per layer. In the scanned tree, all layers are
-  stacked in one array with a leading layer axis, whose name lacks `{i}/`.
+  """Name in the unrolled tree, which has one array per layer. The scanned tree stacks the arrays of
+  all layers along a leading layer axis, under a name without `{i}/`.
   """
   axes: tuple[str, ...]
   """Name of each axis. The names are keys of `_sizes`."""
@@ -183,7 +183,7 @@ def entries(spec: ModelSpec) -> tuple[TensorEntry, ...]:
 def zeros(spec: ModelSpec) -> tuple[TensorEntry, ...]:
   """Returns entries for tensors that exports contain with the value 0, although the model does not
   have them. For a 'value' head, this is the bias that transformers' token-classification class
-  expects.
+  expects. Other heads have no such tensors.
   """
   return _expand(_ZERO, spec) if spec.head == 'value' else ()
 
@@ -209,8 +209,8 @@ class Inventory:
   ) -> TensorEntry | None:
     """Checks one tensor. Returns its entry, or None if the tensor is not to be loaded.
 
-    A tensor is not loaded if it is redundant, or if it is unknown, a duplicate or of the wrong
-    shape, which `finish` reports.
+    A tensor is not loaded if it is redundant or must be 0, or if it is unknown, a duplicate or of
+    the wrong shape, which `finish` reports.
 
     Args:
       name: name in the file.

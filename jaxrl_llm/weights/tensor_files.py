@@ -1,9 +1,9 @@
 """Writes safetensors files, or passes their bytes to another sink. Tensors are added one after the
 other, in any order.
 
-Invariant: the writer's threads convert, hash and write each byte once, block by block, while the
-caller fetches the next array. Digests of slices are computed from the same blocks, so nothing is
-read again.
+Invariant: each byte is converted, hashed and written once, block by block. Threads do this for
+large arrays while the caller fetches the next array. Digests of slices are computed from the same
+blocks, so nothing is read again.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class TensorWriter:
     """Writes the header of a file. The file's tensors can be added afterwards.
 
     Args:
-      file: unbuffered file, which must stay open for writing as long as the writer. If it is longer
-        than the layout, it is truncated.
+      file: unbuffered file, which must stay open for writing until `finish` has returned. Its size
+        is set to that of the layout.
     """
     write_at(file.fileno(), memoryview(layout.header), 0)
     file.truncate(layout.size)

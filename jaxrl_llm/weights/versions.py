@@ -4,7 +4,8 @@ Each version is a model directory `<step>-<attempt>` with a manifest that lists 
 and digests.
 
 Invariants:
-- A directory gets its final name after all of its files are on disk, so it is complete.
+- A directory gets its final name after all of its files are on disk, so a directory with a final
+  name is complete.
 - The newest version is the one with the largest (attempt, step): a run that resumes from a
   commit exports the commit's version again, under the new attempt.
 """
@@ -50,7 +51,7 @@ class ExportedVersion:
 
   schema: int = SCHEMA
   run: str
-  """Name of the store of the run that exported it."""
+  """Name of the store of the run that exported the version."""
   attempt: int
   step: int
   files: Mapping[str, FileDigest]
@@ -98,8 +99,8 @@ def complete(unfinished: pathlib.Path, version: Version, *, run: str, keep: int)
 
 
 def withdraw_later(folder: pathlib.Path, step: int) -> None:
-  """Removes the versions later than `step`, and unfinished ones. A run that resumes from a commit
-  at `step` trains these versions again, possibly on other batches.
+  """Removes the versions later than `step` with their digests, and unfinished versions. A run that
+  resumes from a commit at `step` trains the later versions again, possibly on other batches.
   """
   for path, version in [*_found(folder)]:
     if version.step > step:
@@ -131,8 +132,8 @@ def newer(folder: pathlib.Path, than: Version | None) -> list[pathlib.Path]:
 def verified(directory: pathlib.Path) -> ExportedVersion:
   """Reads the manifest of a version and checks all of its files against it.
 
-  Raises UserError if the manifest is damaged, or if a file is missing, is not a regular file, or
-  has another size or digest.
+  Raises UserError if the manifest is damaged or describes another version, if the directory lacks a
+  listed file or has an unlisted one, or if a file is not regular or has another size or digest.
   """
   path = directory / MANIFEST
   try:

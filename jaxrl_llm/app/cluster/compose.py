@@ -25,7 +25,7 @@ from jaxrl_llm.parallel.mesh import mesh_sizes
 from jaxrl_llm.rollout.vllm.server import options
 
 KEY = 'key'
-"""Name of the file in the registry that contains the job's key."""
+"""Name of the file, in the registry, that contains the job's key."""
 _CODE = 'code'
 """Kind of the scorers whose programs can run on sandbox hosts."""
 _REGISTRY = 'registry'

@@ -14,7 +14,7 @@ LAUNCHES = 'launch'
 
 
 def write_files(job: Job, *, script: tuple[str, str] | None = None) -> None:
-  """Writes a job's files so that only this user can read them.
+  """Writes `job.files`, which only this user can then read, and optionally a script.
 
   Files in `job.files` that already exist are kept, so that a restarted job has the same key.
 

@@ -1,8 +1,9 @@
 """A job as a value: groups of processes with their commands, resources, environment and files.
 
 A launcher connects jobs to one system, such as Slurm, Kubernetes or a shell. Its pure function
-`text` turns a `Job` into what that system reads: a batch script, a manifest or a shell script. Its
-other functions submit, query and cancel the job. The system itself restarts, places and queues it.
+`text` converts a `Job` to the text that the system reads: a batch script, a manifest or a shell
+script. Its other functions submit, query and cancel the job. The system itself queues, places and
+restarts the job.
 """
 
 from __future__ import annotations

@@ -435,7 +435,7 @@ def _container(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
 
 
 def _in_image(command: Sequence[str], options: JobsetOptions) -> list[str]:
-  """Returns a command with the interpreter of the image, if it is `PYTHON [-OPTION …] -m MODULE …`.
+  """Replaces the interpreter of a command `PYTHON [-OPTION …] -m MODULE …` with that of the image.
 
   Any other command is returned unchanged.
   """

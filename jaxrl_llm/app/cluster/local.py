@@ -105,7 +105,8 @@ def submit(text: str, job: Job, options: LocalOptions) -> str:
 
 
 def _process(folder: pathlib.Path) -> psutil.Process | None:
-  """Returns the process of the script that was submitted last; None if there is none or it ended.
+  """Returns the process of the script that was submitted last; None if there is none or it has
+  ended.
 
   Args:
     folder: the run directory's folder `LAUNCHES`.
@@ -129,7 +130,7 @@ def _folder(job_id: str) -> pathlib.Path:
 
 
 def status(job_id: str, options: LocalOptions) -> str:
-  """Returns a line that states whether a job is running or has ended, and with which exit code."""
+  """Returns a line that says whether a job is running or has ended, with its exit code if known."""
   folder = _folder(job_id)
   if (process := _process(folder)) is not None:
     return f'RUNNING process {process.pid}'

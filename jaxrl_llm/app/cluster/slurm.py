@@ -1,9 +1,9 @@
 """Launcher for Slurm: runs a job as one batch script, in which each process group is a job step.
 
-All groups share one allocation. It starts, ends and is requeued as a whole, and it can be an
-element of a job array. Slurm's heterogeneous jobs, whose nodes can differ, have none of these
-properties. With one allocation, all nodes have the same resources, namely as much as the most
-demanding group needs. Each group runs on separate nodes of the allocation (`srun --relative`).
+All groups share one allocation, which starts, ends and is requeued as a whole. Unlike a
+heterogeneous job of Slurm, the job can be an element of a job array. The price is that all nodes
+have the same resources: as much as the most demanding group needs. Each group runs on separate
+nodes of the allocation (`srun --relative`).
 
 Slurm itself restarts the job. It requeues a job when a node fails or the job is preempted. In
 addition, the batch script calls `scontrol requeue` when the trainer has ended for a reason that may
@@ -42,8 +42,8 @@ _ENDED = (
 )
 """States of jobs that have ended."""
 _UNKNOWN_JOB = 'Invalid job id'
-"""Text in Slurm's error message for a job that it does not know. Slurm forgets a job some minutes
-after its end.
+"""Text in Slurm's error message about an unknown job. Slurm forgets a job some minutes after it has
+ended.
 """
 
 
@@ -236,7 +236,7 @@ def array_text(job: Job, count: int, options: SlurmOptions, *, at_once: int | No
   Slurm sets the environment variable SLURM_ARRAY_TASK_ID of each job to its number, counted from 0.
 
   Args:
-    at_once: maximum number of the jobs that run at the same time. If None, there is no limit.
+    at_once: maximum number of jobs that run at the same time. If None, there is no limit.
 
   Raises:
     UserError: if `count` or `at_once` is less than 1, or if Slurm cannot run the job.
@@ -360,11 +360,11 @@ def submit(text: str, job: Job, options: SlurmOptions) -> str:
 
 
 def _check_can_start(job_id: str, job: Job) -> None:
-  """Cancels a waiting job that no node of its partition could run, and raises UserError.
+  """Cancels a waiting job that could never start in its partition, and raises UserError.
 
-  By default (`EnforcePartLimits`), Slurm accepts such a job and lets it wait without end. If the
-  reason for which the job waits cannot be read, the job stays submitted, so that the caller still
-  gets its id.
+  By default (`EnforcePartLimits`), Slurm accepts such a job and lets it wait forever. If the reason
+  for which a job waits cannot be read, the job stays submitted, so that the caller still gets its
+  id.
   """
   try:
     reasons = _call(['squeue', '--noheader', f'--jobs={job_id}', '--format=%r']).split()
@@ -438,8 +438,8 @@ def logs(job_id: str, options: SlurmOptions) -> None:
 def cancel(job_id: str, options: SlurmOptions) -> None:
   """Ends a job so that Slurm does not restart it.
 
-  A running job's script gets SIGUSR2 and then stops the trainer, which may take as long as it needs
-  to commit. After a plain `scancel`, Slurm would kill the trainer after the cluster's KillWait.
+  A running job's script gets SIGUSR2 and then stops the trainer, which may take until the job's
+  time limit to commit. After a plain `scancel`, Slurm would kill it after the cluster's KillWait.
   """
   states = _states(job_id)
   if all(state.split()[1] in _ENDED for state in states):

@@ -70,7 +70,7 @@ class SshOptions:
   """
   coordinator: str | None = None
   """Name or address under which all hosts can reach the first host. If unset, it is the first host
-  as given in --hosts.
+  as given in --hosts, without USER@.
   """
   port: int = 8476
   """Port on which the JAX coordinator listens. It must be free on the first host."""
@@ -252,7 +252,7 @@ put() {
 def submit(script: str, job: Job, options: SshOptions) -> str:
   """Runs the script in the background and returns the job's id, which is its run directory.
 
-  Returns once the processes are being started.
+  Returns as soon as the script has begun to start the processes.
 
   Raises:
     UserError: if ssh is not installed, if the run directory cannot be written, if a job is already
@@ -290,8 +290,8 @@ def submit(script: str, job: Job, options: SshOptions) -> str:
 
 
 def _await_start(launcher: subprocess.Popen, workdir: str, log: pathlib.Path, begin: int) -> None:
-  """Waits until the launching script has started the processes. Also returns if the script has
-  already ended after starting them.
+  """Waits until the launching script has begun to start the processes. Also returns if the script
+  has ended since then.
 
   Args:
     begin: size of the script's log before the script was started.
@@ -412,7 +412,7 @@ def logs(workdir: str, options: SshOptions) -> None:
 def cancel(workdir: str, options: SshOptions) -> None:
   """Asks the launching script to stop the job, as SIGTERM to the script would.
 
-  The job then ends within the grace period.
+  The processes then have the grace period to commit and end.
   """
   state = _state(workdir)
   if state['state'] == 'ended':

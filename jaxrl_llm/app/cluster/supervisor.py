@@ -13,7 +13,7 @@ Invariant: the job ends as a whole. A process fails if a signal ends it or its e
 When a process fails, the supervisor reports which process it was and how it ended. It then sends
 SIGTERM to the other processes, and SIGKILL to those that are left `grace_s` seconds later. It exits
 with the exit code of the failed process, or with 128 + the signal's number. With default flags this
-takes at most 30 seconds, and usually far less. When a process finishes successfully, the other
+takes less than 40 seconds, and usually far less. When a process finishes successfully, the other
 processes may run for `linger_s` seconds more.
 
 The supervisor forwards SIGINT and SIGTERM to every process. The processes then have `linger_s`
@@ -23,7 +23,7 @@ only). Anything that a process has left running in its session is killed at the 
 
 Each --service is a command that runs beside the processes. It is split as a shell would split it,
 but run without a shell. When all processes have ended, the services get SIGTERM. A service that
-ends earlier counts as a failed process.
+ends earlier counts as a failed process; an exit code of 0 is then replaced with 75.
 
 With --restarts=R, the supervisor starts the job again up to R times after a failure that may be
 transient: a signal, exit code 75, or the end of a service with an exit code other than 2.
@@ -95,12 +95,12 @@ _DRAIN_S = 5.0
 output then have the same time to finish.
 """
 _CAUSE_S = 1.0
-"""After a process has ended with an exit code in `_CONSEQUENCES`: seconds to wait for another
-process to end that may be the cause.
+"""Seconds to wait, after a process has ended with a code in `_CONSEQUENCES`, for the end of the
+process that may be the cause.
 """
 _CONSEQUENCES = (-signal.SIGABRT, os.EX_TEMPFAIL)
-"""Exit codes of a process that ends because another process has ended: JAX aborts the process, or
-the trainer exits with code 75.
+"""Values of `ProcessEnd.code` for a process that ends because another process has ended: JAX aborts
+the process, or the trainer exits with code 75.
 """
 _OF_JOB = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 """Environment variables with which a process joins its job. Services do not get them."""
@@ -336,7 +336,8 @@ class JobSupervisor:
     return end
 
   def _first_bad_end(self) -> ProcessEnd | None:
-    """Waits until all processes have ended or one has failed.
+    """Waits until all processes have ended or one has failed. Kills the processes that are left at
+    the deadline, if there is one.
 
     Returns the end that caused the failure, or None if all processes ended successfully.
     """
@@ -444,7 +445,9 @@ def _listed(labels: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the job of a command line and returns its exit code. Returns 2 if the line is invalid."""
+  """Runs the job that the command line describes, and returns the job's exit code; 2 if the command
+  line is invalid or a command cannot be started.
+  """
   try:
     command = FLAGS(list(argv))[1:]
     services = [shlex.split(service) for service in FLAGS.service]

@@ -75,7 +75,8 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _compare_trials(sweepdir: pathlib.Path, target: pathlib.Path | None) -> pathlib.Path:
-  # Imported here, because it imports JAX, which a comparison of run directories does not need.
+  # Imported here, because these modules import JAX, which a comparison of run directories does not
+  # need.
   from jaxrl_llm.app.sweeps.ledger import Ledger
   from jaxrl_llm.app.sweeps.page import build_page
 

@@ -5,7 +5,7 @@ exports.
 
 Use it to check a checkpoint (names, shapes and settings), to change its dtype, to update
 config.json to the current format, or to replace the tokenizer. The source is a directory or a hub
-id. The target also gets a model card, README.md, and --push_to_hub=USER/NAME uploads it. --json
+id. The target also gets a model card, README.md. --push_to_hub=USER/NAME uploads the target. --json
 prints one JSON document.
 """
 

@@ -3,12 +3,12 @@
 jaxrl curate --workdir=RUN --taskset=NAME --out=FILE.jsonl [--low=0.1 --high=0.9] [--guess_tries=8]
 jaxrl curate --config=FILE.py --taskset=NAME --out=FILE.jsonl …
 
-The policy of the newest commit of a run (or --step), or the initial policy of a configuration that
-has not been trained, attempts each task --samples times at --temperature. A task is kept if its
-share of correct attempts is in [--low, --high], and if none of --guess_tries tries without
-reasoning is correct. FILE gets the kept rows, with `pass_rate`, `hardness` (1 − pass_rate) and
-`guessed`. To train on these rows, set the taskset's `source` to FILE and remove its `options`.
-Nothing in the run directory changes.
+The policy of a run's newest commit (or of the commit at --step), or the initial policy of a
+configuration, attempts each task --samples times at --temperature. A task is kept if its share of
+correct attempts is in [--low, --high], and if none of its --guess_tries guesses (attempts without
+reasoning) is correct. FILE.jsonl gets the kept rows, with `pass_rate`, `hardness` (1 − pass_rate)
+and, if guesses were made, `guessed` (number of correct guesses). To train on these rows, set the
+taskset's `source` to FILE.jsonl and remove its `options`. Nothing in the run directory changes.
 """
 
 from __future__ import annotations

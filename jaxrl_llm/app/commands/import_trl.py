@@ -1,11 +1,11 @@
 """Converts TRL arguments to a configuration file.
 
-  jaxrl import-trl train.sh [--trainer=grpo] [--output=FILE.py] [--rows=N] [--define=NAME=VALUE ...]
+  jaxrl import-trl FILE [--trainer=grpo] [--output=CONFIG.py] [--rows=N] [--define=NAME=VALUE ...]
 
 FILE is a shell script with a command such as `trl grpo --key value …` or `python train.py --key
 value …`, a YAML file of arguments, or a Python file that creates a GRPOConfig(…) or another of
-TRL's configurations. The file is parsed but not run. The report lists each argument as mapped, not
-needed (with the reason) or not supported.
+TRL's configurations. The file is parsed but not run. The report lists each argument as mapped (with
+its counterpart), not needed or not supported (with the reason).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Converts a verl configuration to a configuration file of this package.
 
-  jaxrl import-verl run_qwen3-8b.sh [--output=FILE.py] [--rows=N] [--define=NAME=VALUE ...]
+  jaxrl import-verl FILE [--output=CONFIG.py] [--rows=N] [--define=NAME=VALUE ...]
 
 FILE is a shell script that starts `python3 -m verl.trainer.main_ppo key=value …`, or a YAML file.
 The file is parsed but not run: variables, defaults such as ${NAME:-8} and arithmetic are
-substituted, but commands such as $(date) are not. The report lists each key as mapped, not needed
-(with the reason) or not supported.
+substituted, but commands such as $(date) are not. The report lists each key as mapped (with its
+counterpart), not needed or not supported (with the reason).
 """
 
 from __future__ import annotations

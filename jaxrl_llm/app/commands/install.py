@@ -54,7 +54,7 @@ def _main(argv: Sequence[str]) -> int:
   if FLAGS.group and name != 'vllm':
     raise UserError(f'--group={FLAGS.group}: is a build of vLLM; it needs --environment=vllm')
   target = pathlib.Path(FLAGS.target or ENVIRONMENTS[name]).absolute()
-  # Resolve the link, because a script works in the directory above its own.
+  # Resolve the link, because each script works in the parent of the directory that contains it.
   command = ['bash', SCRIPTS.resolve() / f'install_{name}.sh', f'--target={target}']
   command += [f'--group={FLAGS.group}'] if FLAGS.group else []
   environment = {'PYTHON': sys.executable, **os.environ}

@@ -6,7 +6,8 @@
 The launchers are local, ssh, slurm, jobset, and custom ones given as 'module:attribute'. Without
 --submit, the text of the job is printed and nothing is started. The flags --rollout_nodes,
 --explorers and --sandboxes add services to the job. Trainer and services find each other through
-the registry in the run directory, whose key is created when the job is submitted.
+the registry, a folder in the run directory. The registry's key is part of the printed text (ssh,
+jobset) or written by --submit (local, slurm).
 
 `jaxrl launch NAME --help` also lists the flags of the launcher NAME.
 """

@@ -1,4 +1,6 @@
-"""Flags `--options='{"a": 1}'` and `--options.KEY=VALUE`, whose values are JSON or text."""
+"""Parses the flags `--options='{"a": 1}'`, a JSON object, and `--options.KEY=VALUE`, where VALUE is
+JSON or text.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def read_options(text: str, overrides: dict[str, str]) -> dict[str, Any]:
-  """Returns the options in a JSON text and in overrides. Raises UserError if they are malformed."""
+  """Returns the options in a JSON text, with `overrides` applied. Raises UserError if an option is
+  malformed.
+  """
   try:
     options = parse_json(text)
   except ValueError as error:

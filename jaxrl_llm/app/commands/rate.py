@@ -1,17 +1,19 @@
 """Rates the tasks in a file with a language model.
 
-A rating has a number from 0 to 1 for each criterion, and their weighted sum, the priority.
+A rating consists of a number from 0 to 1 for each criterion, and the weighted sum of these numbers,
+the priority.
 
 jaxrl rate --rows=FILE.jsonl --out=RATED.jsonl \\
   --options.addresses='["http://127.0.0.1:8000"]' --options.model=Qwen/Qwen3-8B
 jaxrl rate … --options.weights='{"quality": 1, "difficulty": -0.5}' --min_priority=0.2
 
 --rows is a source of tasks, as in a taskset's configuration: a .jsonl or .parquet file, or
-datasets:NAME#split, with --form for other row formats. RATED contains the rows with the added
-fields `rated_quality`, `rated_difficulty` and `priority`. A stage's sampler with
-`hardness='priority'` draws tasks by priority. The options are those of the scorer `judge`, plus
-`weights`; `criteria` replaces the default criteria. Every answer of the model is kept in --journal
-(RATED.jsonl.journal), so that a repeated command does not ask the model the same question again.
+datasets:NAME#split, with --form for other row formats. RATED.jsonl gets the rows of the rated
+tasks, with an added field for each criterion (by default, `rated_quality` and `rated_difficulty`)
+and the field `priority`. A stage's sampler with `hardness='priority'` draws tasks by priority. The
+options are those of the scorer `judge`, plus `weights`; `criteria` replaces the default criteria.
+Every answer of the model is kept in --journal (by default, RATED.jsonl.journal), so that a repeated
+command does not ask the model the same question again.
 """
 
 from __future__ import annotations

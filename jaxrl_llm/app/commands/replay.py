@@ -60,8 +60,8 @@ def _main(argv: Sequence[str]) -> int:
 async def _replay(run: pathlib.Path, step: int | None) -> int:
   configs = configs_of_run(run)
   config = configs[-1][1]
-  # Reuse compiled programs, because on some devices a newly compiled program may differ in the last
-  # bit.
+  # Reuse compiled programs, because on some devices the results of a newly compiled program may
+  # differ in the last bit.
   if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)
   way = course(config, run, step)

@@ -1,4 +1,4 @@
-"""Rebuilds a run's report.html from its logs, and optionally writes a trace of its messages for
+"""Rebuilds a run's report.html from its logs, and optionally writes the run's events as a trace for
 ui.perfetto.dev.
 
 jaxrl report --workdir=runs/quickstart [--target=FILE] [--perfetto[=FILE]]

@@ -1,4 +1,4 @@
-"""Scores a file of completions with one scorer, to try it before a run.
+"""Scores a file of completions with one scorer, to try the scorer before a run.
 
 jaxrl score --scorer=answer --rows=FILE.jsonl --out=SCORES.jsonl  # mode from the ground truths
 jaxrl score --scorer=answer --options.mode=numeric --rows=FILE.jsonl --out=SCORES.jsonl
@@ -144,7 +144,7 @@ def _check_out(out: pathlib.Path, rows: pathlib.Path) -> None:
 
 
 class _Progress:
-  """A progress bar on a terminal; elsewhere a line every _INTERVAL_S seconds."""
+  """Shows a progress bar on a terminal; elsewhere, prints a line every `_INTERVAL_S` seconds."""
 
   def __init__(self, total: int):
     self._total, self._printed = total, time.monotonic()

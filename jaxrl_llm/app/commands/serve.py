@@ -19,7 +19,7 @@ devices, for scorers of kind `http`.
 sandbox: runs up to --programs untrusted programs at once, for the scorer `code`. List its address
 in the scorer's option `addresses`, and set `key_file` to a file with the same token.
 feedback: accepts delayed rewards for the run in DIR, which may be active or stopped: `POST
-/feedback` with `{"uid": ..., "value": ..., "who": ...}`. It does not register itself.
+/feedback` with `{"uid": ..., "value": ..., "who": ...}`. This service does not register itself.
 
 With --registry=DIR, addresses and tokens need not be exchanged by hand. DIR is a directory that all
 hosts of the job share. Services register in it and use its key as their token. Runs with

@@ -4,7 +4,8 @@
 The same command resumes the run from its newest commit, with the current values of the
 configuration. --branch_from starts a new run from a commit of another run. Exit codes: 0, the run
 finished; 130 and 143, Ctrl-C or SIGTERM stopped it after a commit; 1, the run failed; 2, the input
-is invalid. In the last two cases, a one-line error is printed.
+is invalid. In the last two cases, a one-line error is printed, or a traceback if the error is
+unexpected.
 
 --check validates the configuration in seconds, --dry_run also compiles all programs, and --doctor
 also runs a few batches. None of them writes to the run directory. --doctor prints one line per

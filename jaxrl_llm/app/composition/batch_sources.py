@@ -177,7 +177,7 @@ def _followed(
     deadline_s=config.rollout.collect_deadline_s,
   )
   run = pathlib.Path(source.run).expanduser()
-  # The stage leaves out samples that are too long for it. They are not errors.
+  # Samples that are too long for the stage are left out later. They must not be refused as invalid.
   bounds = Bounds(vocab_size=prepared.spec.vocab_size, max_length=_LONGEST_ROW)
   return FollowedBatches(
     followed,

@@ -1,8 +1,8 @@
 """Branches: new runs that start from a commit of another run, their parent.
 
 A branch takes over the parent's commit, its logs up to the commit, its replay store and its data.
-It uses hard links where the file system has them, and copies otherwise. It therefore does not need
-its parent any longer, and the parent, which may be running, is not changed.
+It uses hard links where the file system supports them, and copies otherwise. Once made, it no
+longer needs its parent. The parent may be running, and is not changed.
 
 Invariant: a branch is built in `<workdir>.branching`, which is renamed to `<workdir>` when the
 branch is complete. If the process is killed before that, the next start replaces
@@ -83,7 +83,9 @@ class Branch:
 
   @classmethod
   def parse(cls, text: str, reset: Sequence[str] = ()) -> Branch:
-    """Parses 'RUN' or 'RUN:STEP'. Raises UserError for other texts."""
+    """Parses 'RUN' or 'RUN:STEP'. Raises UserError for other texts and for unknown parts in
+    `reset`.
+    """
     if unknown := set(reset) - set(RESETS):
       raise UserError(f'reset: {sorted(unknown)}, wanted any of {", ".join(RESETS)}')
     run, colon, step = text.rpartition(':')
@@ -104,7 +106,7 @@ class Branch:
     resumed.
 
     Raises:
-      UserError: the directory contains another run or other files.
+      UserError: the directory contains other files, another run, or this branch with other resets.
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
       return False
@@ -150,7 +152,7 @@ def find_origin(branch: Branch, config: Config) -> Fork:
   nothing.
 
   Raises:
-    UserError: there is no such run or commit, or the configuration does not fit it.
+    UserError: the run or commit does not exist, or the configuration does not fit the commit.
   """
   run, where = branch.run, f'--branch_from={branch.run}'
   if not (run / CONFIG).is_file():
@@ -234,7 +236,8 @@ def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
     The files of the branch's first commit, which `complete` commits.
 
   Raises:
-    UserError: the parent's commit, store or logs are damaged or missing, or the disk is full.
+    UserError: the parent's commit, store or logs are damaged or missing, the directory contains a
+      run or is a link, or the disk is full.
   """
   run, path, reset = origin.branch.run, workdir.path, origin.branch.reset
   with _reported(origin, path):
@@ -279,7 +282,9 @@ def take_over(origin: Fork, config: Config, workdir: Workdir) -> Taken:
 
 
 def _take_needed(origin: Fork, workdir: Workdir, steps: Collection[int]) -> None:
-  """Links or copies the commits at `steps`, from whose weights later stages of the branch start."""
+  """Links or copies the commits at `steps`, whose weights the branch needs for later stages or as
+  its reward model.
+  """
   parent, branch = _checkpoints(origin.branch.run), _checkpoints(workdir.path)
   for step in sorted({*steps} - {origin.step}):
     if step not in parent.steps():
@@ -304,7 +309,7 @@ def complete(origin: Fork, config: Config, workdir: Workdir, taken: Taken) -> No
     if _algorithm(origin.config, host['stage']) != _algorithm(to_json(config), host['stage']):
       host['algorithm_state'] = None
     if host['best'] and host['best'][1] != origin.step:
-      host['best'] = None  # That commit may not have been copied.
+      host['best'] = None  # The commit of the best evaluation may not have been copied.
     host |= {
       'reset_optimizer': 'optimizer' in reset or host.get('reset_optimizer', False),
       'attempt': _attempt(path),
@@ -365,7 +370,7 @@ def _checkpoints(path: pathlib.Path) -> Checkpoints:
 
 @contextlib.contextmanager
 def _reported(origin: Fork, path: pathlib.Path):
-  """Converts an OSError in the block to a UserError of one line."""
+  """Converts an OSError in the block to a UserError."""
   try:
     yield
   except OSError as error:
@@ -399,7 +404,7 @@ def _logs(run: pathlib.Path, path: pathlib.Path, host: Mapping[str, Any]) -> Non
 def _link_tree(
   source: pathlib.Path, target: pathlib.Path, *, of: Sequence[str] | None = None
 ) -> None:
-  """Links or copies the files below `source`, if it exists.
+  """Links or copies the files below `source`, if it exists, except unfinished ones (`.tmp`).
 
   Args:
     of: names, without suffix, of the files to link. If None, all files are linked.
@@ -412,7 +417,8 @@ def _link_tree(
 
 def _may_change_rows(made: Sequence[Change]) -> bool:
   """Returns whether changes of the configuration may alter the static rows of a stage
-  (demonstrations, preference pairs or examples), so that the branch cannot take over its parent's.
+  (demonstrations, preference pairs or examples), so that the branch cannot take over the parent's
+  rows.
 
   The rows also depend on the evaluations, because the processor `dedup` drops tasks that occur in
   evaluations.

@@ -83,7 +83,7 @@ _OF_BRANCHES = (
 
 
 class Refused(NamedTuple):
-  """A change of the configuration that prevents a run from being resumed."""
+  """A change of the configuration that a resumed run, or a branch, cannot make."""
 
   change: Change
   why: str
@@ -103,14 +103,14 @@ def changes(old: Mapping[str, Any], new: Config) -> tuple[Change, ...]:
 
 
 def current(saved: Mapping[str, Any]) -> Any:
-  """Converts a saved configuration to the form that `to_json` writes now. Fields that did not exist
-  in an earlier version get their defaults.
+  """Converts a saved configuration to the form that `to_json` writes now. Fields that it lacks,
+  because an earlier version wrote it, get their defaults. A configuration that this version cannot
+  parse is returned unchanged.
   """
   try:
     return to_json(from_json(with_sources(saved), Config))
   except UserError:
-    # This version cannot parse the configuration, but the fields that both versions have can still
-    # be compared.
+    # The fields that both versions have can still be compared.
     return saved
 
 
@@ -151,12 +151,12 @@ def misfits(old: Mapping[str, Any], new: Config, step: int) -> list[tuple[Refuse
 
 
 def reset_flags(problems: Iterable[tuple[Refused, Reset | None]]) -> list[str] | None:
-  """Returns the flags that `--branch_from` needs to start a branch of the run with all refused
-  changes, such as `--reset_data`. Returns None if no branch can make all of them.
+  """Returns the flags, such as `--reset_data`, with which a branch of the run can make all refused
+  changes. Returns None if no branch can make all of them.
 
   Args:
-    problems: refused changes, each with what a branch has to reset for it, as `misfits` returns
-      them.
+    problems: refused changes, each with the part that a branch must reset to make it, as returned
+      by `misfits`.
   """
   needed = {reset for _, reset in problems}
   return None if None in needed else [f'--reset_{reset}' for reset in sorted(needed)]
@@ -243,8 +243,8 @@ class _Rules:
     return _WHY.get(part, 'the run was started with it'), 'store' if part == 'rewards' else None
 
   def _beginning_anew(self) -> str:
-    """Returns the name of a stage after the commit that starts from the run's initial weights;
-    empty if there is none.
+    """Returns the name of a stage that has not begun at the commit and will start from the run's
+    initial weights; empty if there is none.
     """
     stages = self._new.stages
     names = [stage.name for stage in stages if BASE in origins(stage.name, self._new)]
@@ -349,7 +349,9 @@ class _Rules:
 
 
 def _is_of_stage(change: Change) -> bool:
-  """Returns whether a change concerns which stage of the run trains the reward model, if any."""
+  """Returns whether a change of `reward_model.init_from` has a stage of the run ('stage:NAME') as
+  its old or new value.
+  """
   return change.key == 'reward_model.init_from' and any(
     RewardModelConfig(init_from=source).stage is not None for source in change[1:]
   )

@@ -1,4 +1,4 @@
-"""Chooses, from the tasks, the scorer options that a configuration leaves open.
+"""Chooses values for the scorer options that a configuration leaves open, according to the tasks.
 
 Invariant: a run keeps the options that were chosen at its start. A resumed run reads them from
 config.json, even if its data have changed since.
@@ -29,7 +29,8 @@ def settle(
   """Returns the configuration after choosing values for the scorer options that it leaves open.
 
   Args:
-    run: directory of the run to resume; None for a new run.
+    run: directory of the run whose chosen options are kept: the run to resume, or the parent of a
+      branch. None for a new run.
     tell: called with a line of text for each scorer whose options were chosen.
     load: returns the taskset with a given name (`taskset_loader`); called only if an option is
       open.
@@ -50,8 +51,11 @@ def settle(
 
 
 def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
-  """Returns the scorer with its open options set to those that the resumed run chose at its
-  start.
+  """Returns the scorer with its open options set to the values that were chosen when the run
+  started.
+
+  Args:
+    kept: these values, keyed by option.
   """
   if scorer.implementation not in CHOOSERS:
     return scorer
@@ -66,8 +70,8 @@ def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
 
 
 def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
-  """Returns the scorer options that a run chose, keyed by scorer name. The result is empty if
-  config.json cannot be read; `Workdir.adopt` reports this error.
+  """Returns a run's values of the scorer options in `CHOSEN`, keyed by scorer name. The result is
+  empty if config.json cannot be read; `Workdir.adopt` reports this error.
   """
   with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
     written = parse_json((run / 'config.json').read_text())

@@ -25,7 +25,7 @@ def engine_setting(
 
   Args:
     registry: registry of the run. None if the run has none, or if no engine will be started.
-    events: log of the servers that join or leave.
+    events: event log, in which servers that join or leave are recorded.
   """
 
   def on_server(name: str, how: str) -> None:

@@ -19,7 +19,7 @@ def lock(path: pathlib.Path, *, named: pathlib.Path) -> TextIO:
   returned file is closed or the process ends.
 
   Args:
-    named: path by which errors name the directory.
+    named: path of the directory in error messages.
 
   Raises:
     WorkdirInUse: another process holds the lock.

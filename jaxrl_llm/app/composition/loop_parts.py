@@ -41,8 +41,8 @@ from jaxrl_llm.runtime import goodput
 
 
 def build_gatherer(config: Config, mesh: Mesh, *, several: bool | None = None) -> Gatherer:
-  """Builds the gatherer that copies the policy's weights to the host for the engine. The arguments
-  are those of `Gatherer`.
+  """Builds the gatherer that copies the policy's weights to the host for the engine. For `several`,
+  see `Gatherer`.
   """
   spec = config.rollout.engine_spec()
   merges = config.policy.lora is not None and not spec.adapters
@@ -74,8 +74,9 @@ def stage_entrance(setup: Setup, *, from_commits: bool = True) -> EnterStage:
   completed step, initialises the stage's state.
 
   Args:
-    from_commits: whether to read the weights that a stage or the trainer's reward model takes from
-      earlier stages. If False, every stage continues with the weights of the state.
+    from_commits: whether to read weights from the commits of earlier stages, if a stage or the
+      trainer's reward model begins with them. If False, every stage continues with the weights of
+      the state, which must contain the parameters of the trainer's reward model, if there is one.
   """
   process, critic = setup.process, critic_model(setup.model)
   loader = RowLoader(setup.workdir, process.mesh)
@@ -89,8 +90,8 @@ def stage_entrance(setup: Setup, *, from_commits: bool = True) -> EnterStage:
     return await process.coordinator.broadcast(take() if process.coordinator.leads else None)
 
   def awaits_reward_model(stage: Stage, state: LoopState) -> bool:
-    """Whether the stage needs a reward model that an earlier stage has trained, and the state does
-    not contain it yet.
+    """Returns whether the stage needs a reward model that an earlier stage has trained, and the
+    state does not contain it yet.
     """
     role = setup.reward_model
     if role is None or role.files is not None or state.learned.reward_model is not None:

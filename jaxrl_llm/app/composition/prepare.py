@@ -68,16 +68,17 @@ class Prepared:
   suites: Sequence[tuple[SuiteConfig, Sequence[Task]]]
   lengths: Mapping[str, Sequence[int]]
   """Sequence lengths in tokens of all rows or of a sample of them, keyed by the name of the stage.
-  Contains only stages that learn from static data.
+  Contains only stages whose rows are known before the run begins.
   """
 
 
 def prepare(
   config: Config, workdir: pathlib.Path, load: Callable[[str], Taskset] | None = None
 ) -> Prepared:
-  """Loads the tasks, loads or builds the tokenizer, and writes the static rows of all stages.
+  """Loads the tasks, loads or builds the tokenizer, and writes the static rows that are known
+  before the run begins.
 
-  Static rows are demonstrations, examples, preference pairs and groups recorded by another run.
+  Static rows are demonstrations, examples, preference pairs and rollouts recorded by other runs.
   Files that exist already are kept.
 
   Args:
@@ -125,7 +126,8 @@ def _spec(config: Config, tokenizer: Tokenizer) -> ModelSpec:
     spec = read_spec(checkpoint)
     tokenizer.check_fits(spec.vocab_size, f'the model in {checkpoint}')
     return spec
-  # A reward model reads the stop token even after an answer that reached the limit.
+  # A reward model also reads a stop token after an answer that reached the length limit, so its
+  # sequences may be one token longer.
   scores = config.reward_model is not None and config.reward_model.stage is not None
   overrides = {
     'vocab_size': tokenizer.vocab_size,
@@ -147,7 +149,8 @@ def _fitting(
 ) -> dict[str, Taskset]:
   """Returns the tasksets without the tasks that processors drop or whose prompts are too long.
 
-  Raises UserError if a stage would train on a remaining task that also occurs in an evaluation.
+  Raises UserError if a prompt has a token that the model lacks, or if a stage would train on a
+  remaining task that also occurs in an evaluation.
   """
   limit = config.rollout.max_prompt_length
 
@@ -199,7 +202,9 @@ def _write_rows(
   spec: ModelSpec,
   workdir: pathlib.Path,
 ) -> None:
-  """Writes the static rows of all stages to the run directory, unless their files exist."""
+  """Writes the static rows that are known before the run begins to the run directory, unless their
+  files exist.
+  """
   longest = config.rollout.max_length
   for stage in config.stages:
     match stage.source:

@@ -242,9 +242,9 @@ def _tokens(explorers: Sequence[Explorer]) -> dict[str, float]:
 def recover(store: ReplayStore, committed: Any, *, ends: Mapping[str, int]) -> None:
   """Restores the store to its state at a commit, and drops samples that no batch will train on.
 
-  Samples in flight are dropped if the commit is now the last one of its stage, because the stage's
-  number of steps was lowered, or if the run is a branch that does not continue at its parent's
-  position in the data.
+  Samples in flight are dropped if the commit is the last one of its stage, for example because the
+  stage's number of steps was lowered, or if the run is a branch that does not continue at its
+  parent's position in the data.
 
   Args:
     committed: host state of the commit, which is everything in it except arrays; None if there is

@@ -88,8 +88,8 @@ class TrainerRewardModel(NamedTuple):
   model: Model
   scoring: ScoringPass
   files: RewardModelFiles | None
-  """Files with the parameters and the tokenizer. None if a stage of the run trains the model, whose
-  tokenizer is then the policy's.
+  """Files with the parameters and the tokenizer. None if a stage of the run trains the model, which
+  then uses the policy's tokenizer.
   """
   fingerprint: str | None
   """Fingerprint of the model's files, which commits contain instead of the model. None if a stage
@@ -97,9 +97,10 @@ class TrainerRewardModel(NamedTuple):
   """
 
   def role(self, *, leads: bool, policy: Tokenizer | None) -> RewardRole:
-    """Returns the role in a process of the trainer. Only process 0 `leads`: it also tokenizes.
+    """Returns the reward model's role in one process of the trainer.
 
     Args:
+      leads: whether this is process 0, which also tokenizes.
       policy: tokenizer of the policy; required only in process 0.
     """
     if not leads:
@@ -134,7 +135,7 @@ def build_reward_model(config: Config, mesh: Mesh, policy: Model) -> TrainerRewa
   """Builds the trainer's reward model; None if the run has none.
 
   Args:
-    policy: model whose architecture a reward model has that is trained in a stage.
+    policy: the run's model. A reward model that a stage trains has its architecture.
 
   Raises:
     UserError: there is no model, it is not a reward model, or it cannot be read.

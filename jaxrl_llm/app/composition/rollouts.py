@@ -32,7 +32,7 @@ class RolloutServices:
   """The workflow of a run, with its auxiliary models and explorer processes."""
 
   hub: MasterHub
-  """Serves the workflow's requests."""
+  """Hub that serves the workflow's requests."""
   workflow: Workflow
   auxiliary: tuple[AuxiliaryModel, ...]
   crew: Crew | None

@@ -1,4 +1,6 @@
-"""Reads the config.json of a run, and converts that of an earlier version to the current form."""
+"""Reads the config.json of a run, and converts it to the current form if an earlier version wrote
+it.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def build_scorer(
   Args:
     where: field or flag that names the scorer, for error messages.
     registry: registry in which the scorer discovers services. The scorer sends them the registry's
-      key.
+      key, unless its option `key_file` names another one.
   """
   name = scorer.implementation
   if ':' not in name and name not in SCORERS:
@@ -92,7 +92,8 @@ def build_scorers(config: RewardsConfig, registry: Registry | None = None) -> di
 
 CHOOSERS = {'answer': choose_options}
 """Functions that choose the options that a scorer leaves open, keyed by the scorer's
-implementation. Each maps (given options, all reference answers) to (chosen options, reason).
+implementation. Each takes the given options and a function that returns all reference answers. It
+returns the chosen options and the reason, or None if no option is open.
 """
 CHOSEN = ('mode', 'extraction', 'units')
 """Names of the scorer options that may be left open and are then chosen from the tasks."""

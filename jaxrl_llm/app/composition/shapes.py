@@ -62,9 +62,11 @@ def stage_shape(
 
 
 def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOptions) -> _Chunking:
-  """Returns the chunks of a micro-batch. If sequences share prefixes, chunks are longer, so that a
-  chunk has room for sequences with a common prompt. The number of tokens in the micro-batch stays
-  the same.
+  """Returns the number and length of the chunks of a micro-batch, and whether sequences share
+  prefixes.
+
+  If they do, the chunks may be longer and fewer, so that more sequences with a common prompt fit
+  into a chunk. The number of tokens in the micro-batch does not grow.
   """
   apart = _Chunking(config.learner.chunks_per_rank, _chunk_len(config, mesh), False)
   unit = stage.source.unit
@@ -78,7 +80,8 @@ def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOpti
     rollout, room = config.rollout, chunks * chunk_len
     tree = rollout.max_prompt_length + alike * (rollout.max_response_length + 1)
     chunks = max(1, room // tree)
-    # Long chunks get a length with many divisors, since logits are computed for a fraction of it.
+    # Long chunks get a length with many divisors, since logits are computed for a fraction of the
+    # chunk at a time.
     multiple = math.lcm(128 if room // chunks >= 1024 else 8, mesh.shape[SEQUENCE])
     chunk_len = max(chunk_len, room // chunks // multiple * multiple)
     if chunks * (chunk_len // rollout.max_length) < unit:
@@ -95,7 +98,7 @@ def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOpti
 
 def _alike(stage: StageConfig, config: Config) -> int:
   """Returns the maximum number of sequences in a batch that have the same prompt and may share it
-  within a chunk.
+  within a chunk. Not used for preference pairs, whose two sequences may always share their prompt.
   """
   source = stage.source
   if isinstance(source, Rollouts):

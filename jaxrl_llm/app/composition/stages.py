@@ -154,8 +154,8 @@ def _stage(
 
 
 def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError if the stage could learn nothing, or if a setting would not have the effect
-  that its name suggests.
+  """Raises UserError if the stage's source does not fit its algorithm, or if other settings of the
+  stage contradict each other or would have no effect.
   """
   where, name, source = f'stages.{stage.name}', stage.algorithm.name, stage.source
   pairs, groups = source.unit == 2, isinstance(source, Rollouts | Recorded | Followed)
@@ -219,8 +219,8 @@ def _check_stage(stage: StageConfig, config: Config, algorithm: Algorithm) -> No
 
 
 def _check_rollouts(stage: StageConfig, source: Rollouts, config: Config) -> None:
-  """Raises UserError if the settings of the rollouts conflict with the engine, the scorers or the
-  number of minibatches.
+  """Raises UserError if the settings of the rollouts conflict with the number of minibatches, the
+  scorers or `rollout.max_steps`.
   """
   where = f'stages.{stage.name}'
   least = {
@@ -308,8 +308,9 @@ def _check_partial(stage: StageConfig, config: Config, algorithm: Algorithm) -> 
 
 
 def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
-  """Checks the processors by building them. Every process does this before anything is loaded, so
-  that all processes report errors.
+  """Raises UserError if a processor cannot be built, or needs a setting or scorer that the run does
+  not have. Every process checks this before anything is loaded, so that all processes report
+  errors.
   """
   build_processors(source.processors)
   scorers = [scorer.name for scorer in config.rewards_of(stage).scorers]
@@ -369,16 +370,21 @@ def _heads(config: Config) -> dict[str, Head]:
 
 
 def reward_stages(config: Config) -> frozenset[str]:
-  """Returns the names of the stages that train a reward model, if the run also trains a policy."""
+  """Returns the names of the stages that train a reward model. The result is empty if the run
+  trains no policy.
+  """
   if config.reward_model is None or config.reward_model.stage is None:
     return frozenset()
   return frozenset(name for name, head in _heads(config).items() if head == 'scalar')
 
 
 def origins(name: str, config: Config) -> tuple[str, ...]:
-  """Returns the names of the weights with which a stage begins: those of `StageConfig.init_from`,
-  or the last stage that trained the policy if the stage trains it and the previous one does not.
-  The result is empty if the stage continues with the weights of the previous stage.
+  """Returns the names of the weights with which a stage begins, in the form of
+  `StageConfig.init_from`. The result is empty if the stage continues with the weights of the
+  previous stage.
+
+  If `init_from` is empty and the stage trains the policy after a stage that trains a reward model,
+  the result names the last stage that trained the policy, or else 'base'.
   """
   index = next(i for i, stage in enumerate(config.stages) if stage.name == name)
   if named := config.stages[index].init_from:
@@ -441,8 +447,8 @@ def _check_reward_stages(config: Config, heads: Mapping[str, Head]) -> None:
 
 def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
   """Returns the spec of the model that the run trains: a policy, or a reward model with one output
-  if all stages train one. In a run of both, stages that train a reward model replace the policy's
-  head (`state.model_of`).
+  if all stages train one. If the run trains both, stages that train a reward model replace the
+  policy's head (`state.model_of`).
   """
   heads = _heads(config)
   _check_reward_stages(config, heads)

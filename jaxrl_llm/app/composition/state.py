@@ -86,13 +86,13 @@ def commits_needed(
 
 
 def _awaited(config: Config, stages: Sequence[Stage], step: int) -> set[str]:
-  """Returns the names of the weights with which stages begin after `step`."""
+  """Returns the names of the weights with which the stages after `step` begin."""
   return {name for stage in stages if stage.start >= step for name in origins(stage.name, config)}
 
 
 def _awaited_as_reward_model(config: Config, stages: Sequence[Stage], step: int) -> set[str]:
-  """Returns the name of the stage that trains the reward model, if rollouts after `step` are scored
-  with it.
+  """Returns the name of the stage that trains the reward model, as a set. The set is empty if no
+  rollouts after `step` are scored with this model, or if it is read from files.
   """
   trained = config.reward_model.stage if config.reward_model is not None else None
   scored = any(
@@ -134,8 +134,8 @@ def committed_bests(
 def unknown_bests(
   committed: Mapping[str, Any], config: Config, stages: Sequence[Stage]
 ) -> list[str]:
-  """Returns the names of the stages that ended before a commit without a known best evaluation,
-  although a stage after the commit begins with their best weights.
+  """Returns the names of the stages that had ended at a commit and whose best evaluation is not
+  known, although a later stage begins with their best weights.
   """
   awaited = {stage_of_best(name) for name in _awaited(config, stages, committed['step'])}
   bests = committed_bests(committed, config, stages)
@@ -153,7 +153,7 @@ def _has_ended(stage: Stage, committed: Mapping[str, Any]) -> bool:
 
 
 def starting_state(stage: Stage, setup: Setup, state: LoopState) -> LoopState:
-  """Returns the state in which the policy has the weights that the stage's `init_from` names, and
+  """Returns the state in which the policy has the weights that `origins` names for the stage, and
   no optimizer state.
 
   Args:
@@ -225,7 +225,7 @@ def reward_params(setup: Setup) -> Params:
 
 def untrained_reward_params(setup: Setup, policy: Params) -> Params:
   """Returns parameters of a reward model that a stage of the run has yet to train: those of the
-  policy with a new head. Nothing is shared with `policy`.
+  policy with a new head. They share no buffers with `policy`.
   """
   role, chosen = setup.reward_model, setup.config.reward_model
   params = _with_head_of(role.model, setup.config, setup.process.mesh, policy)
@@ -233,7 +233,7 @@ def untrained_reward_params(setup: Setup, policy: Params) -> Params:
 
 
 def _of_type(params: Params, dtype: str) -> Params:
-  """Returns the parameters in a data type, with their shardings."""
+  """Returns the parameters, converted to a data type, with the same shardings."""
   shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
   convert = jax.jit(
     lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree), out_shardings=shardings
@@ -242,7 +242,7 @@ def _of_type(params: Params, dtype: str) -> Params:
 
 
 def _with_head_of(model: Model, config: Config, mesh: Mesh, params: Params) -> Params:
-  """Returns `params` with a new head if they have another one than `model`."""
+  """Returns `params`, with a new head if their head is not that of `model`."""
   if has_head(params, model.spec):
     return params
   kernel = fresh_head(model.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
@@ -264,15 +264,17 @@ def _mean(weights: Sequence[Params]) -> Params:
 def begin_stage(
   stage: Stage, config: Config, state: LoopState, mesh: Mesh, model: Model, critic: Model
 ) -> LoopState:
-  """Returns the state with which a stage begins: the previous policy, and a copy of it as the
-  reference if the algorithm needs one.
+  """Returns the state with which a stage begins: the policy of `state`, and a copy of it as the
+  reference if the algorithm keeps one.
 
-  The optimizer state is new. If the stage sets `keep_optimizer`, it contains the moments of the
+  The optimizer state is new, but if the stage sets `keep_optimizer`, it contains the moments of the
   previous stage's optimizer. The head is new if the stage trains a reward model and the weights are
   those of a policy.
 
   Args:
+    state: state at the end of the previous stage, or as returned by `starting_state`.
     model: model that the stage trains (`model_of`).
+    critic: model of the critic (`critic_model`).
   """
   params, before = state.learned.policy.params, state.learned.policy.opt_state
   if state.learned.base is None:

@@ -44,8 +44,8 @@ def examples_file(name: str) -> str:
 
 
 def static_file(stage: StageConfig) -> str:
-  """Returns the path of the static rows of a stage without rollouts, relative to the run
-  directory.
+  """Returns the path, relative to the run directory, of the static rows of a stage whose source is
+  not `Rollouts`.
   """
   match stage.source:
     case Pairs(train=name):
@@ -57,7 +57,7 @@ def static_file(stage: StageConfig) -> str:
 
 def held_out_file(stage: StageConfig) -> str | None:
   """Returns the path of the held-out rows of a stage, relative to the run directory; None if there
-  are none. The stage's evaluations measure the loss on these rows.
+  are none. Each evaluation of the stage measures the loss on examples, or the accuracy on pairs.
   """
   match stage.source:
     case Pairs(held_out=str() as name):

@@ -28,7 +28,9 @@ class StoredGroups:
   tasks: Mapping[str, Task]
   """Tasks whose groups are read, keyed by uid."""
   rewards_of: Callable[[str], RewardsConfig]
-  """Returns the scorers of a stage of the run and their weights, given the stage's name."""
+  """Function that takes the name of a stage of the run and returns the stage's scorers with their
+  weights.
+  """
   tokenizer: Tokenizer
   longest: int
   """Maximum length of a sequence in tokens. Groups with longer ones are left out."""
@@ -46,8 +48,8 @@ class StoredGroups:
   def read(self, stages: Collection[str]) -> Iterator[list[Experience]]:
     """Yields the sealed groups of some stages, or of all stages if `stages` is empty.
 
-    Raises UserError if the prompt of a group differs from the task's prompt as this run encodes it,
-    or if a trajectory has too many steps.
+    Raises UserError if a group contains preference pairs or imitated answers, a trajectory has too
+    many steps, or a prompt differs from the task's prompt as this run encodes it.
     """
     with disk.scratch('jaxrl_llm-stored-') as scratch:
       store = open_copy(self.run / 'replay', scratch / 'replay')

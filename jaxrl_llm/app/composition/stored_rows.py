@@ -36,7 +36,7 @@ def write_own(
   their file exists.
 
   Raises:
-    UserError: no rollout is selected.
+    UserError: the stored rollouts do not fit the stage, or none is selected.
   """
   groups = StoredGroups(
     run=workdir,

@@ -83,7 +83,9 @@ class FollowedVersions:
 
 
 class VersionExchange:
-  """Implements `master.loop.Versions`."""
+  """Implements `master.loop.Versions`: exports versions of the policy, or takes those that another
+  run exports.
+  """
 
   def __init__(
     self,
@@ -99,7 +101,8 @@ class VersionExchange:
       prepared: prepared data in process 0; None in the other processes.
       run: name of this run's store in process 0; None in the other processes.
       stop: future that resolves to the number of the signal that stops the run.
-      sleep: waits, given seconds, between two checks for a new version.
+      sleep: function that waits for a number of seconds; called between two checks for a new
+        version.
     """
     self._setup, self._prepared, self._run, self._stop = setup, prepared, run, stop
     self._sleep = sleep
@@ -162,7 +165,10 @@ class VersionExchange:
     return read_params(model, self._setup.process.mesh, directory, read_spec(directory))
 
   async def _decide(self, follow: FollowConfig, step: int) -> Json:
-    """Decides in process 0 which version to take. Records it, with the number of a new attempt."""
+    """Decides, in process 0, whether to take a new version, and which one. Waits for a version if
+    the current one may not be used for another batch. Records the chosen version under the number
+    of a new attempt.
+    """
     nothing = {'stop': 0, 'directory': None}
     exhausted = self._taken is None or (
       follow.batches_per_version is not None and step - self._taken[1] >= follow.batches_per_version
@@ -202,8 +208,8 @@ class VersionExchange:
 
   def _newest(self, follow: FollowConfig):
     """Returns the directory and manifest of the newest complete version that is newer than the one
-    taken last; None if there is none. A version that does not match its manifest is refused with
-    one line, and the next older one is considered.
+    taken last; None if there is none. If a version does not match its manifest, logs a warning and
+    considers the next older one.
 
     Raises UserError if the weights are those of another model.
     """

@@ -77,7 +77,7 @@ class Workdir:
     """Renames the directory `<path>.branching` of a complete branch to `path`.
 
     Raises:
-      UserError: `path` exists and contains files.
+      UserError: the directory cannot be renamed, for example because `path` contains files.
     """
     try:
       self.path.rename(self._target)
@@ -101,8 +101,9 @@ class Workdir:
   def adopt(self, config: Config) -> tuple[Change, ...]:
     """Writes config.json if the run has no commit yet; otherwise only compares the configurations.
 
-    Before the first commit, a changed configuration replaces the old one, so that a mistake in the
-    first command does not make the directory useless.
+    Before the first commit, a changed configuration replaces the old one, and the files derived
+    from the old one are removed. A mistake in the first command therefore does not make the
+    directory useless.
 
     Returns:
       The changes to the configuration of a run with commits, which `record` writes.
@@ -168,7 +169,8 @@ class Workdir:
       write_configuration(self.path, config)
 
   def check(self, commit: Mapping[str, Any]) -> None:
-    """Checks that everything that a commit refers to still exists. Writes nothing.
+    """Checks that everything that a commit refers to still exists, and that files still have the
+    recorded sizes. Writes nothing.
 
     Args:
       commit: host state of the commit, which is everything in it except arrays. Commits of earlier
@@ -176,7 +178,7 @@ class Workdir:
         and segments are checked, but not whether the store is the one that the commit belongs to.
 
     Raises:
-      UserError: something is missing. The message lists everything that is missing.
+      UserError: something is missing or has another size. The message lists each case.
     """
     problems = [name for name in (ATTEMPT, METRICS_FILE) if not (self.path / name).is_file()]
     sizes = made_files(self.path)

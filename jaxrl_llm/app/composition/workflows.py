@@ -25,7 +25,7 @@ WORKFLOWS: Mapping[str, Callable[..., Workflow]] = {
   'tools': ToolUse,
 }
 _EXTERNAL = 'external:'
-"""Prefix of a workflow's name that is followed by the command of an agent."""
+"""Prefix of a workflow's name. The rest of the name is the command of an agent."""
 
 
 def build_workflow(

@@ -194,7 +194,7 @@ class StageTrials:
     *,
     unmeasured: int,
   ) -> None:
-    """Runs steps of one stage, of which the first ones are not measured.
+    """Runs steps of one stage, and measures all but the first ones.
 
     Args:
       budget: limits of the measured steps, see `_MEASURED`.
@@ -376,7 +376,8 @@ def _of_trial(trial: StageTrial, config: StageConfig, error: UserError | None) -
 def _signal(trial: StageTrial, config: StageConfig) -> Iterator[Finding]:
   """Yields a finding on the share of groups whose rewards are all equal.
 
-  From such groups, the policy learns nothing.
+  From such groups, the policy learns nothing. If a group has only one sample, the rewards of all
+  samples are compared with each other instead.
   """
   stage, source = trial.stage, config.source
   groups: dict[str, list[float]] = {}

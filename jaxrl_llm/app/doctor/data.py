@@ -32,7 +32,9 @@ _MUCH = 0.1
 because the run would drop them and train on data other than configured.
 """
 _NEAR = 0.01
-"""Share of near duplicates above which the doctor warns."""
+"""Share of near duplicates above which the doctor warns (within a taskset) or reports a failure
+(evaluation tasks that are also trained on).
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class Data:
     """(task, answer) pairs that a stage trains on as demonstrations or preference pairs, keyed by
     stage name.
 
-    Only about the first `_MEASURED` tasks of each taskset are included.
+    At most the first `_MEASURED` preference pairs, or tasks of each taskset, are included.
     """
     answers = {}
     for stage in self.config.stages:
@@ -126,7 +128,9 @@ def ends(data: Data) -> Iterator[Finding]:
 
 
 def template(data: Data) -> Iterator[Finding]:
-  """Checks that the chat template and the tokenizer preserve the texts of prompts and answers."""
+  """Checks that the chat template and the tokenizer preserve the texts of prompts, demonstrations
+  and reference answers.
+  """
   tokenizer, seen, count = data.tokenizer, {}, 0
   remedy = 'correct the chat template or the tokenizer (tokenizer_config.json), or the texts'
   try:
@@ -240,8 +244,8 @@ def lengths(data: Data) -> Iterator[Finding]:
 
 
 def examples(data: Data) -> Iterator[Finding]:
-  """Checks that the tokens of each example's answer can be located, and that each example is within
-  the length limit.
+  """Checks that the tokens of the answers in examples can be located, and that the examples are
+  within the length limit. At most `_MEASURED` examples of each set are checked.
   """
   longest = data.config.rollout.max_length
   for name, example_set in data.examples.items():
@@ -273,8 +277,8 @@ def examples(data: Data) -> Iterator[Finding]:
 def duplicates(data: Data) -> Iterator[Finding]:
   """Counts duplicates among the tasks of each taskset.
 
-  Exact duplicates have already been dropped when the taskset was loaded. Near duplicates, which
-  differ only in case, spacing or punctuation, are still in it.
+  Exact duplicates were dropped when the taskset was loaded. Near duplicates, which differ only in
+  case, spacing or punctuation, are still in it.
   """
   near, exact, read = {}, 0, 0
   for name in data.used:

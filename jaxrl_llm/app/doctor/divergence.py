@@ -41,7 +41,9 @@ _CLEAR = 0.2
 
 
 class _World(NamedTuple):
-  """A policy over symbols, its reference, and samples of it in the arrays that a loss reads."""
+  """A policy over symbols, its reference, and symbols sampled from the policy, in the arrays that a
+  loss reads.
+  """
 
   logits: Float[Array, 'symbols']
   reference: Float[Array, 'symbols']

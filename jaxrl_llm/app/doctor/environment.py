@@ -233,7 +233,8 @@ def disk(
   uncommitted = ('gradients', 'base', 'commit in flight')
   committed = sum(role.whole for role in roles if role.role not in uncommitted)
   exported = sum(role.whole for role in roles if role.role in ('policy', 'base', 'critic'))
-  # At most these commits exist: the newest `keep`, the best, and the one that is being written.
+  # Count the newest `keep` commits, the best, and the one that is being written. Commits that are
+  # kept for the `init_from` of later stages do not count.
   needed = committed * (config.checkpoint.keep + 2) + exported
   free = shutil.disk_usage(place).free if free is None else free
   result = (

@@ -84,7 +84,8 @@ class _Judge:
 async def truths(
   data: Data, tasksets: Mapping[str, Sequence[Task]], scorers: ScorerPool
 ) -> AsyncIterator[Finding]:
-  """Scores the truths of each taskset's tasks, truths of other tasks, and the demonstrations.
+  """Checks the scorers on the truths of each taskset's tasks, on truths of other tasks, and on
+  demonstrations.
 
   Args:
     tasksets: tasks of the run, keyed by taskset.

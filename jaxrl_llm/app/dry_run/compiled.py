@@ -31,8 +31,8 @@ _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\
 def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
   """Returns the mesh axes and a table of the memory that each role (policy, reference, …) keeps.
 
-  The columns are megabytes in total, on each device and, for offloaded roles, in the part of host
-  memory that belongs to each device.
+  The columns are megabytes in total, on each device and, if a role is offloaded, in host memory per
+  device.
   """
   device = mesh.devices.flat[0]
   axes = ' '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
@@ -50,7 +50,7 @@ def held_table(mesh: Mesh, roles: Sequence[Held]) -> Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compilation:
-  """Statistics of a compiled program on each device; sizes in bytes."""
+  """Statistics of a compiled program. Sizes are in bytes per device."""
 
   refusal: str = ''
   """Reason why the program does not fit the chip; empty if it fits."""

@@ -50,8 +50,8 @@ class RunPlan:
   """The configuration with every open option filled in."""
   workdir: pathlib.Path
   chip: str | None
-  """Kind of the target devices if they are not present in this machine (see `CHIPS`); None for the
-  devices of this process.
+  """Kind of the target devices (a key of `CHIPS`) if a topology is given; None for the devices of
+  this process.
   """
   mesh: Mesh
   prepared: Prepared
@@ -69,7 +69,9 @@ class RunPlan:
 
   @property
   def phases(self) -> dict[Phase, dict[str, int]] | None:
-    """Bytes of each role on a device in each memory phase; None without memory phases."""
+    """Bytes of each role on a device, in each memory phase. None if the configuration has no memory
+    phases.
+    """
     if self.config.phases is None:
       return None
     device = self.mesh.devices.flat[0]
@@ -79,7 +81,9 @@ class RunPlan:
 
   @property
   def commands(self) -> Mapping[str, str]:
-    """Shell commands of the servers that the run starts, keyed by server name."""
+    """Shell commands of the servers that the run starts, keyed by server name. Empty if a topology
+    is given, because its devices may be absent.
+    """
     return self.config.rollout.engine_spec().commands(self.setting) if self.chip is None else {}
 
   @property
@@ -104,7 +108,7 @@ class RunPlan:
 
   @property
   def attention(self) -> tuple[str, str]:
-    """Attention implementation in training, and the reason for the choice."""
+    """Attention implementation for chunks of the first stage, and the reason for the choice."""
     time = self.stages[0].shape.chunk_len
     choice = chosen(self.model.options, self.mesh, time=time, keys=time, same_tokens=True)
     return choice.implementation, choice.reason
@@ -194,8 +198,8 @@ def plan(
     tell: called with a line of text for each scorer whose options were chosen.
     topology: target devices, such as 'v5e:4x4', which may be absent; None for the devices of this
       process.
-    scored_as: run whose chosen scorer options apply. If None, it is the run in `workdir`, if there
-      is one.
+    scored_as: run whose chosen scorer options apply. If None, it is the run in `workdir`, if that
+      run has commits.
 
   Raises:
     UserError: the configuration or its data cannot be used.
@@ -237,8 +241,8 @@ def _count(tree: Any) -> int:
 
 
 def _options(config: Config, chip: str | None) -> ModelOptions:
-  """Returns the model options of training, without fused GPU attention, which compiles only on a
-  machine with a GPU.
+  """Returns the model options of training. If the target is a GPU that is not present, 'blockwise'
+  replaces 'auto' attention, because fused GPU attention compiles only on a machine with a GPU.
   """
   options = policy_options(config)
   absent = chip is not None and CHIPS[chip].platform == 'cuda'

@@ -1,5 +1,5 @@
-"""Prints the output of `--check`, `--dry_run` and `--list`: facts about a run before its first
-step.
+"""Prints the output of `--list`, and of `--check` and `--dry_run`, which describe a run before its
+first step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from jaxrl_llm.tasks.sources import SOURCES
 
 
 def print_list() -> None:
-  """Prints everything that a configuration can refer to by name, one item per line."""
+  """Prints the shipped parts that a configuration can name, such as algorithms and scorers, one per
+  line.
+  """
   console = Console(markup=False, highlight=False, soft_wrap=True)
 
   def first(value):
@@ -97,7 +99,7 @@ def print_plan(
 
   Raises:
     UserError: the configuration or its data cannot be used; or, without `as_json`, a program does
-      not fit the topology's devices, after all programs have been printed.
+      not fit the target devices. In the latter case, all programs are printed first.
   """
   console = _console(as_json)
   planned = plan(config, workdir, console.print, topology)

@@ -35,7 +35,9 @@ class Program(NamedTuple):
   name: str
   lower: Callable[[], jax.stages.Lowered]
   flops: int
-  """Model FLOPs over all devices for a micro-batch in which each packed chunk is one sequence."""
+  """Model FLOPs over all devices for a micro-batch in which each packed chunk is one sequence; 0 if
+  unknown.
+  """
 
 
 class Held(NamedTuple):
@@ -53,7 +55,7 @@ class Held(NamedTuple):
 
 
 def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Iterator[Program]:
-  """Yields the programs of each role: the update if it is trained, and passes for logprobs or
+  """Yields the programs of the policy and the critic: updates, and forward passes for logprobs and
   values.
   """
   algorithm, shape, model = stage.algorithm, stage.shape, model_of(stage, model)

@@ -54,7 +54,8 @@ def run(
     argv: command line.
     values: the command's flags.
     document: help text of the command.
-    read: imports a file, given the values of --define.
+    read: function that imports a file. Its arguments are the file's path and the values of
+      --define, keyed by name.
   """
   return script.exit_code(
     lambda: _run(argv, values, document, read), as_json=script.asks_json(argv)

@@ -41,9 +41,9 @@ def base_name(name: Json) -> str:
 
 
 def taskset_names(sources: Sequence[str]) -> list[str]:
-  """Returns a distinct taskset name for each path: the file's name without its ending, preceded by
-  the directory's name if several files share it, and followed by a number if it is still not
-  unique.
+  """Returns a distinct taskset name for each path: the file's name without its ending. If several
+  files have the same name, the name of their directory is put before it; if the result is still not
+  unique, a number is appended.
   """
   stems = [base_name(pathlib.PurePath(source).stem) for source in sources]
   files = collections.Counter(stems)
@@ -72,8 +72,8 @@ def lora_targets(value: Json) -> list[str]:
 
 
 def row_count(source: str) -> int | None:
-  """Returns the number of rows of a Parquet file; None if the file does not exist on this machine
-  or is not a Parquet file.
+  """Returns the number of rows of a Parquet file; None if `source` cannot be read as one, for
+  example because the file is on another machine.
   """
   try:
     check_regular(source)
@@ -93,7 +93,8 @@ def step_count(
     steps_key: key of the number of steps.
     epochs_key: key of the number of epochs.
     batch: number of rows per step.
-    rows: number of training rows. If None, they are counted in the files of the tasksets.
+    rows: number of training rows. If None, the rows in the files of the training tasksets are
+      counted.
   """
   steps = keys.read(steps_key, integer)
   if steps is not None and steps > 0:

@@ -1,7 +1,7 @@
 """Parses keys and values of another library's configuration, from a command line or YAML.
 
-Invariant: parsing takes time and memory proportional to the size of the text. YAML aliases and tags
-are rejected, so nothing is expanded or constructed.
+Invariant: parsing takes time and memory proportional to the size of the text. YAML aliases are
+rejected and tags are ignored, so nothing is expanded and no object of a tagged type is constructed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Given:
 
 
 def read_text(path: pathlib.Path) -> str:
-  """Returns the text of a file of at most 1 MiB. Raises UserError if the file cannot be read."""
+  """Returns the text of a file. Raises UserError if the file cannot be read or exceeds 1 MiB."""
   try:
     return read_bytes(path, _LIMIT_BYTES).decode()
   except (OSError, ValueError) as error:
@@ -74,7 +74,9 @@ def value_of(text: str) -> Json:
 
 
 class _Loader(yaml.BaseLoader):
-  """YAML loader that returns all scalars as text, and rejects aliases and duplicate keys."""
+  """YAML loader that returns all scalars as text, ignores tags, and rejects aliases and duplicate
+  keys.
+  """
 
   def compose_node(self, parent: Any, index: Any) -> yaml.Node:
     if self.check_event(yaml.events.AliasEvent):
@@ -89,8 +91,11 @@ class _Loader(yaml.BaseLoader):
 
 
 def read_yaml(text: str, name: str = 'value') -> Json:
-  """Parses YAML. Raises UserError if it has aliases or tags, or is too large or too deeply
-  nested.
+  """Parses YAML text. Raises UserError if the text is invalid, has aliases or duplicate keys, or is
+  too large or too deeply nested.
+
+  Args:
+    name: name of the text in error messages.
   """
   if len(text) > _YAML_LIMIT_BYTES:
     raise UserError(f'{name}: {len(text):,} characters, wanted at most {_YAML_LIMIT_BYTES:,}')
@@ -103,7 +108,11 @@ def read_yaml(text: str, name: str = 'value') -> Json:
 
 
 def read_mapping(text: str, path: pathlib.Path) -> dict[str, Json]:
-  """Parses the YAML of a file. Raises UserError unless it is plain YAML with keys and values."""
+  """Parses a file's YAML text. Raises UserError as `read_yaml` does, and if it is not a mapping.
+
+  Args:
+    path: path of the file, for error messages.
+  """
   tree = read_yaml(text, str(path))
   if not isinstance(tree, dict):
     raise UserError(f'{path}: a {type(tree).__name__}, wanted keys and values')

@@ -1,10 +1,10 @@
 """Reads the commands of a shell script without running anything.
 
-Invariant: nothing is executed and no other file is opened. Everything that the text of the script
-determines is substituted: variables, defaults such as `${NAME:-8}`, integer arithmetic and arrays.
-Everything that only running the script could determine, such as `$(date)` or an environment
-variable, remains in the text and is listed in the word's `missing`. Reading takes time and memory
-proportional to the size of the text and of its substitutions. Both sizes are limited.
+Invariant: nothing is executed and no other file is opened. Variables that the script sets, defaults
+such as `${NAME:-8}`, integer arithmetic and arrays are substituted. An expansion that cannot be
+substituted, such as `$(date)` or an environment variable, leaves a placeholder in the text and is
+listed in the word's `missing`. Reading takes time and memory proportional to the size of the text
+and of its substitutions. Both sizes are limited.
 
 A condition that compares known words determines which branch is read. In a branch whose condition
 is unknown, commands are read, an assignment takes effect only if the variable has no value yet, and
@@ -52,11 +52,11 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-  """Commands that a script would run, as far as its text determines them."""
+  """Commands that a script would run, including those whose conditions are unknown."""
 
   commands: tuple[Command, ...]
   notes: tuple[str, ...]
-  """Remarks about assignments under conditions that are unknown, one line each."""
+  """Remarks about assignments whose conditions are unknown, one line each."""
 
 
 @dataclasses.dataclass
@@ -68,7 +68,9 @@ class _Branch:
 
   active: bool | None
   taken: bool | None = None
-  """Whether an earlier branch of the same `if` or `case` was active; None if unknown."""
+  """Whether the current or an earlier branch of the same `if` or `case` was active; None if
+  unknown.
+  """
   subject: Word | None = None
   """Word that a `case` compares with its patterns."""
   patterns: list[Word] | None = None
@@ -84,7 +86,7 @@ def read_script(text: str, define: Mapping[str, str]) -> Script:
       assignments do not change them.
 
   Raises:
-    UserError: a quote or bracket is not closed, or substitution exceeds a limit.
+    UserError: a quote or bracket is not closed, or the script or a substitution exceeds a limit.
   """
   return _Reader(text, define).read()
 
@@ -497,7 +499,9 @@ class _Reader:
     return words
 
   def _arithmetic(self, inner: str) -> Word:
-    """Computes `$((inner))` if it is short and consists of known integers."""
+    """Returns the value of `$((inner))`, or a placeholder if `inner` is long or contains anything
+    other than known integers and operators.
+    """
     if len(inner) > _LONGEST_ARITHMETIC:
       return unread(f'$(({inner}))')
     missing: list[str] = []

@@ -1,6 +1,7 @@
 """Computes the integer arithmetic of a shell script, as in `$((2 * 8))`.
 
-Invariant: numbers stay below `_LARGEST_NUMBER`, so computing takes bounded time and memory.
+Invariant: no intermediate result exceeds `_LARGEST_NUMBER` in magnitude, so a computation takes
+bounded time and memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _BINARY = {
 
 
 def computed(text: str) -> int | None:
-  """Returns the value of an arithmetic expression of integers; None for other texts."""
+  """Returns the value of an arithmetic expression of integers; None for any other text, after a
+  division by zero, and if a number is too large.
+  """
   if not re.fullmatch(r'[\d\s()+\-*/%]+', text):
     return None
   try:

@@ -13,7 +13,7 @@ class Word(NamedTuple):
 
   text: str
   missing: tuple[str, ...] = ()
-  """Parts of `text` that are not substituted, because only running the script could do so."""
+  """Substitutions that only running the script could make. `text` has a placeholder for each."""
 
 
 def unread(text: str) -> Word:
@@ -35,7 +35,7 @@ _COMPARISONS = {
 
 
 def condition(words: Sequence[Word]) -> bool | None:
-  """Returns whether a test `[ … ]` or `[[ … ]]` is true; None if its words do not decide it."""
+  """Returns whether a test `[ … ]` or `[[ … ]]` is true; None if this cannot be decided."""
   if any(word.missing for word in words) or len(words) < 3:
     return None
   texts = [word.text for word in words]
@@ -55,8 +55,12 @@ def condition(words: Sequence[Word]) -> bool | None:
 
 
 def matches(subject: Word, patterns: Sequence[Word]) -> bool | None:
-  """Returns whether one of a branch's patterns matches the word of a `case`; None if this is
-  unknown.
+  """Returns whether one of a branch's patterns matches the word of a `case`; None if this cannot be
+  decided.
+
+  Args:
+    subject: word that the `case` compares.
+    patterns: patterns of the branch.
   """
   texts = [pattern.text for pattern in patterns]
   if '*' in texts:

@@ -33,8 +33,8 @@ def find_start(
     content: text of the script.
     path: file of the script, for messages.
     define: values for variables of the script, keyed by name.
-    position: returns the index of the trainer's name in the words of a command; None if the command
-      starts no trainer.
+    position: function that returns the index of the trainer's name in the words of a command, or
+      None if the command starts no trainer.
     wanted: description of the expected command, for the error message if the script starts no
       trainer.
 

@@ -2,7 +2,8 @@
 key.
 
 A table maps a key, or a pattern in which `*` stands for any text, to its counterpart in this
-package. Tables are data: the importers, their documentation and the tests read the same tables.
+package or to the reason why it has none. Tables are data: the importers, their documentation and
+the tests read the same tables.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def one_of(choices: Mapping[Json, Json]) -> Callable[[Json], Json]:
 
 
 def unless(absent: Json, read: Callable[[Json], Json]) -> Callable[[Json], Json]:
-  """Returns a function that converts the value `absent` to None (meaning this package's default)
-  and other values with `read`.
+  """Returns a function that converts None and the value `absent` to None (meaning this package's
+  default), and other values with `read`.
   """
   return lambda value: None if value is None or same(absent, value) else read(value)
 
@@ -184,8 +185,9 @@ class Import:
     return self._defaults.get(key, default)
 
   def read(self, key: str, convert: Callable[[Json], Any], default: Any = None) -> Any:
-    """Returns the converted value of a key. If it cannot be converted, reports the key as not
-    supported and returns the other library's default.
+    """Returns the converted value of a key. If the key is not given, or if its value cannot be
+    converted, returns the other library's default. In the latter case, also reports the key as not
+    supported.
     """
     if key not in self:
       return self._defaults.get(key, default)

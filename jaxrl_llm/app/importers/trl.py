@@ -111,8 +111,9 @@ def _data(keys: Import, ours: dict[str, Json], trainer: str) -> None:
 
 
 def _examples(keys: Import, sources: list[dict[str, Json]]) -> None:
-  """Sets `loss_on`, the tokens that the SFT loss covers. TRL's default is the completion; in rows
-  without one, it is the whole text.
+  """Sets `loss_on`, the tokens that the SFT loss covers, and the template of a text column that is
+  not named 'text'. TRL's default for the loss is the completion or, in rows without one, the whole
+  text.
   """
   column = keys.get('dataset_text_field')
   loss_on = 'answers' if keys.get('assistant_only_loss') is True else 'completions'

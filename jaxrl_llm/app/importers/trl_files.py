@@ -56,7 +56,7 @@ def read_file(path: pathlib.Path, define: Mapping[str, str], trainer: str | None
   """Returns the arguments that a file gives.
 
   Args:
-    path: file ending .py, .yaml or .yml, or a shell script.
+    path: Python or YAML file (its name ends in .py, .yaml or .yml) or shell script.
     define: values of a script's variables.
     trainer: one of TRAINERS. If None, the file determines it.
 
@@ -157,8 +157,8 @@ def _options(command: Command, path: pathlib.Path) -> list[Given]:
 
 
 def _beside(path: pathlib.Path, name: str) -> list[Given]:
-  """Returns the keys in the YAML file that --config names. The file must be in the same directory
-  as the script.
+  """Returns the keys in the YAML file that --config names. The file must be in the script's
+  directory or below it.
   """
   try:
     other = path_inside(path.parent, name)
@@ -200,7 +200,9 @@ def _python(
 def _in_document(
   document: str, path: pathlib.Path, define: Mapping[str, str]
 ) -> tuple[list[Given], str | None] | None:
-  """Returns the arguments of the first command in a docstring that starts a trainer."""
+  """Returns the arguments and the trainer of the first command in a docstring that starts a
+  trainer; None if no command does.
+  """
   for block in re.split(r'^[ \t]*(?:```.*)?$', document, flags=re.MULTILINE):
     try:
       given, _, kind = _shell(block, path, define)
@@ -287,7 +289,7 @@ class _Calls:
       if keyword.arg in ('args', 'peft_config', 'quantization_config'):
         continue  # A nested call's arguments are read separately.
       if self._root(keyword.value) in self._parsed:
-        continue  # The value comes from the command line, which gives the key itself.
+        continue  # The program parses this value from its command line, which is read separately.
       if keyword.arg in ('train_dataset', 'eval_dataset'):
         yield from self._dataset(keyword.arg, keyword.value, where)
       elif keyword.arg == 'reward_funcs':
@@ -324,8 +326,8 @@ class _Calls:
       return Given(key, _shown(node), where, (_shown(node),))
 
   def _literal(self, node: ast.expr, depth: int = 0) -> Json:
-    """Returns the value of an expression that consists of literals. Raises ValueError for other
-    expressions.
+    """Returns the value of an expression that consists of literals and of names with known values.
+    Raises ValueError for other expressions.
     """
     self._left -= 1
     if depth > 20 or self._left < 0:

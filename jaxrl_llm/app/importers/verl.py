@@ -45,7 +45,7 @@ def _algorithm(keys: Import, ours: dict[str, Json]) -> None:
   both = keys.read(f'{_A}clip_ratio', number)
   low = keys.read(f'{_A}clip_ratio_low', number, both)
   high = keys.read(f'{_A}clip_ratio_high', number, both)
-  ours['clip_ratio_low'] = min(low, 1.0)  # More has no effect: ratios are never below 0.
+  ours['clip_ratio_low'] = min(low, 1.0)  # Higher values have no effect: ratios are at least 0.
   ours['clip_ratio_high'] = high
   if loss == 'sapo':
     for option in ('clip_ratio_low', 'clip_ratio_high'):

@@ -20,7 +20,7 @@ def read_file(path: pathlib.Path, define: Mapping[str, str]) -> tuple[list[Given
   """Returns the keys that a file gives, and notes about how it was read.
 
   Args:
-    path: file ending .yaml or .yml, or a shell script.
+    path: YAML file (its name ends in .yaml or .yml) or shell script.
     define: values for variables of the script, keyed by name.
 
   Raises:
@@ -50,8 +50,9 @@ def _given(command: Command, index: int) -> Given:
 
 
 def _resolved(values: Mapping[str, Json]) -> list[Given]:
-  """Replaces references to other keys of the file, such as `${data.max_prompt_length}`, with their
-  values. References inside these values are not replaced.
+  """Returns the keys of a YAML file. A value that consists of a reference to another key, such as
+  `${data.max_prompt_length}`, is replaced with that key's value or, if the file lacks the key, with
+  the default in the reference. Other references are not replaced.
   """
   given = []
   for key, value in values.items():

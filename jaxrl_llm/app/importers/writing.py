@@ -15,8 +15,8 @@ from jaxrl_llm.app.schema import Config
 
 _WIDTH = 100
 Comments = Mapping[tuple[str, str], str]
-"""Comments for fields, keyed by (class name, field name). They are written at the end of the
-lines.
+"""Comments for fields, keyed by (class name, field name). Each is written at the end of the line of
+its field.
 """
 
 
@@ -100,8 +100,8 @@ def _bracketed(
   column: int,
   comments: Comments,
 ) -> str:
-  """Writes (label, value, comment) parts between brackets: on one line if they fit, otherwise one
-  per line.
+  """Returns the source text of (label, value, comment) parts between brackets: on one line if they
+  fit and have no comments, otherwise one per line.
   """
   flat = ', '.join(
     label + _written(value, indent, -sys.maxsize, comments) for label, value, _ in parts
@@ -120,5 +120,7 @@ def _bracketed(
 
 
 def _plain(text: str) -> str:
-  """Returns a text without characters that would end or alter a docstring."""
+  """Makes a text safe inside a docstring: replaces double quotes with single quotes, and
+  backslashes, control characters and non-ASCII characters with `?`.
+  """
   return re.sub(r'[^ -\[\]-~]', '?', text).replace('"', "'")

@@ -13,8 +13,8 @@ class Agreement(NamedTuple):
   """Agreement of the people who judged samples for one scorer."""
 
   alpha: float | None
-  """Krippendorff's alpha. None if it is undefined: no sample has two verdicts, or all verdicts are
-  equal.
+  """Krippendorff's alpha over the samples that at least two people judged. None (undefined) if no
+  sample qualifies, or if all verdicts on these samples are equal.
   """
   samples: int
   """Number of samples that at least two people judged."""
@@ -31,8 +31,8 @@ class Agreement(NamedTuple):
 
 
 def krippendorff_alpha(units: Iterable[Sequence[float]]) -> float | None:
-  """Computes Krippendorff's alpha for interval data, 1 − D_o / D_e: 1 is perfect agreement, and 0
-  is agreement by chance.
+  """Computes Krippendorff's alpha for interval data, 1 − D_o / D_e. It is 1 for perfect agreement
+  and about 0 if people agree only as often as by chance.
 
   Only units with m_u ≥ 2 values count; together they have n values. D_o is (1/n) Σ_u Σ_{i≠j} (v_ui
   − v_uj)² / (m_u − 1), and D_e is Σ_{i≠j} (v_i − v_j)² / (n (n − 1)) over all pairs of these
@@ -41,11 +41,11 @@ def krippendorff_alpha(units: Iterable[Sequence[float]]) -> float | None:
   Source: K. Krippendorff, "Computing Krippendorff's Alpha-Reliability" (2011), sections C and D.
 
   Args:
-    units: one unit per sample, which consists of the values that different people gave to the
-      sample. Units with fewer than two values are ignored.
+    units: for each sample, the values that different people gave to it. Units with fewer than two
+      values are ignored.
 
   Returns:
-    Alpha, or None if no unit has two values or all values are equal.
+    Alpha, or None if no unit has two values or all values that count are equal.
   """
   pairable = [unit for unit in units if len(unit) > 1]
   values = [value for unit in pairable for value in unit]
@@ -57,13 +57,15 @@ def krippendorff_alpha(units: Iterable[Sequence[float]]) -> float | None:
 
 
 def _squares(values: Sequence[float]) -> float:
-  """Returns the sum of squared differences over all ordered pairs of values: 2 m Σ (v − mean)²."""
+  """Returns the sum of squared differences over all ordered pairs of the m values, computed as
+  2 m Σ (v − mean)².
+  """
   mean = sum(values) / len(values)
   return 2 * len(values) * sum((value - mean) ** 2 for value in values)
 
 
 def agreements(verdicts: Iterable[Given]) -> dict[str, Agreement]:
-  """Returns the agreement for each scorer that has verdicts."""
+  """Returns the agreement for each scorer that has verdicts, keyed by scorer."""
   judged: dict[str, dict[tuple[str, int], dict[str, float]]] = collections.defaultdict(dict)
   for verdict in verdicts:
     sample = judged[verdict.scorer].setdefault((verdict.uid, verdict.attempt), {})

@@ -1,5 +1,5 @@
-"""Selects the tasks of a taskset that are neither too easy nor too hard for a policy, and that it
-cannot guess.
+"""Selects the tasks of a taskset that are neither too easy nor too hard for a policy, and whose
+answers the policy cannot guess.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jaxrl_llm.tasks.processors import Outcomes, Passed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurateConfig:
-  """Settings of the selection, which uses two measures of Kimi k1.5 (arXiv:2501.12599, section
-  2.1): pass rate and guessability.
+  """Settings of the selection by pass rate and guessability, two measures from Kimi k1.5
+  (arXiv:2501.12599, section 2.1).
   """
 
   samples: int = 10
@@ -45,7 +45,7 @@ class CurateConfig:
   guess_tokens: int = 16
   """Maximum length of a guess in tokens."""
   guess_instruction: str = 'Give the final answer at once, without any reasoning.'
-  """Text appended to the prompt of a guess. If empty, a guess is only limited in length."""
+  """Text appended to the prompt of a guess. If empty, only the length limits a guess."""
 
   def __post_init__(self):
     for name, least in (('samples', 1), ('guess_tries', 0), ('guess_tokens', 1)):
@@ -63,7 +63,9 @@ class Curated(NamedTuple):
   rows: list[dict[str, Json]]
   """Source rows of the kept tasks, with the measurements added."""
   passed: list[Passed]
-  """Numbers of tasks that each processor of the taskset was given and dropped, in order."""
+  """For each filter of the selection, the numbers of tasks that it was given and dropped: first the
+  filter by pass rate, then, if guesses were made, the filter by guesses.
+  """
 
 
 async def curate(

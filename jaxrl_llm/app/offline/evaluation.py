@@ -20,10 +20,11 @@ def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None
   """Returns the sorted steps of the commits to measure; 0 is the initial policy.
 
   Args:
-    wanted: requested steps; None for all commits of a policy.
+    wanted: requested steps. If None, all commits are chosen except those of reward models.
 
   Raises:
-    UserError: a requested commit does not exist, or the run has no commit.
+    UserError: a requested commit does not exist, or no steps are requested and the run has no
+      commit of a policy.
   """
   checkpoints = Checkpoints(run / 'checkpoints', config.checkpoint, leads=True)
   kept = checkpoints.steps()
@@ -45,8 +46,11 @@ def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None
 async def evaluate(
   config: Config, run: pathlib.Path, steps: Sequence[int]
 ) -> AsyncIterator[dict[str, Any]]:
-  """Yields a mapping with `step`, `suite`, `metrics` and `rows` (as in `evals/`) for each step and
-  suite. Only reads the run.
+  """Yields a mapping with `step`, `suite`, `metrics` and `rows` for each step and suite. The rows
+  have the form of the files in the run's folder `evals/`.
+
+  Only reads the run. Steps whose commits a live run removes in the meantime are skipped with a
+  warning.
   """
   if not config.evaluation:
     raise UserError(

@@ -1,7 +1,7 @@
 """Adds expert rows (answers to imitate) to a run: from files, from rollouts of another run, and
 from people who correct answers of this run. The run may be active meanwhile.
 
-Each row is checked by itself: a row that is refused yields one line, and the others are added.
+Each row is checked separately: a refused row is reported in one line, and the others are added.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _ROLES = ('system', 'user', 'assistant', 'tool')
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-  """An answer that a person or program gives instead of the answer of a sample. Raises UserError if
-  a field has a wrong type.
+  """A corrected answer that a person or program gives to the task of a sample. Raises UserError if
+  a field is empty or not a string.
   """
 
   uid: str
-  """Sample that is corrected."""
+  """uid of the sample whose answer is corrected."""
   text: str
   """The corrected answer."""
   who: str
@@ -128,7 +128,7 @@ class Run:
       )
 
   def sample(self, row: ExpertSource) -> Sample:
-    """Renders a row. Raises UserError or ValueError if the run cannot train on it."""
+    """Converts a row to a sample. Raises UserError or ValueError if the run cannot train on it."""
     if row.tokens is None:
       prompt, completion = self.tokenizer.render_answer(row.messages, row.answer)
       tokens = np.array([*prompt, *completion], np.int64)
@@ -139,7 +139,7 @@ class Run:
     return _sample(tokens, prompt_len, row)
 
   def check_tokens(self, tokens: np.ndarray) -> None:
-    """Raises ValueError if a sequence is too long, or has a token beyond the vocabulary."""
+    """Raises ValueError if a sequence is too long, or has a token outside the vocabulary."""
     if len(tokens) > self.bounds.max_length:
       raise ValueError(
         f'{len(tokens)} tokens, wanted at most {self.bounds.max_length}: '
@@ -305,12 +305,12 @@ def add_run(
 
   Args:
     other: directory of the other run, which is only read.
-    stages: names of its stages; empty for all.
+    stages: names of the other run's stages whose rollouts are added. If empty, all stages.
     selection: rule that selects answers to imitate from each stored group.
 
   Raises:
-    UserError: the other run does not fit this one, no stage of this run takes expert rows, or no
-      rollout is selected.
+    UserError: `selection` does not select answers to imitate, the other run cannot be read or has
+      another vocabulary, no stage of this run takes expert rows, or no rollout is selected.
   """
   run.check_takes_experts()
   if not selection.imitates:
@@ -371,10 +371,11 @@ def add_corrections(run: Run, corrections: Iterable[tuple[str, Correction]]) -> 
   """Adds corrected answers to samples of this run.
 
   Args:
-    corrections: pairs (place for messages, such as file and line; correction).
+    corrections: pairs (place, correction). The place, such as a file and line, is named in the
+      report.
 
   Raises:
-    UserError: no stage of the run takes expert rows, or its store cannot be read.
+    UserError: no stage of the run takes expert rows, or the run's store cannot be read.
   """
   run.check_takes_experts()
 
@@ -433,7 +434,7 @@ def _add(run: Run, rows: Iterable[tuple[str, ExpertRow | str]]) -> Report:
   """Adds rows, a few hundred at a time.
 
   Args:
-    rows: pairs (place for messages; row, or the reason why the row is refused).
+    rows: pairs of a place, which is named in the report, and a row or the reason why it is refused.
   """
   added, known, refused = 0, [], []
   batch: list[tuple[str, ExpertRow]] = []

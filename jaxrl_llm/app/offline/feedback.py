@@ -1,8 +1,8 @@
 """Delayed rewards of a run's samples: exports the groups that wait for them, and imports verdicts.
 
-A line of an imported file is a verdict on one sample, or a comparison of two samples of a group. A
-person's comparisons are converted to one verdict per sample: the share of its comparisons that the
-sample won, where a tie counts as half a win.
+A line of an imported file is a verdict on one sample, a comparison of two samples of a group, or a
+corrected answer. A person's comparisons are converted to one verdict per sample: the share of the
+sample's comparisons that it won, where a tie counts as half a win.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class WaitingGroup:
   prompt: tuple[Json, ...]
   """Messages of the task's prompt."""
   texts: tuple[str, ...]
-  """Answers, in the order of `uids`. For an episode of several turns, this is the last answer."""
+  """Answers, in the order of `uids`. For a sample with several turns, the last answer."""
   turns: Mapping[str, tuple[Message, ...]]
-  """Conversation after the task's prompt of each sample with several turns, keyed by uid."""
+  """For each sample with several turns, the conversation after the task's prompt, keyed by uid."""
 
   @property
   def line(self) -> str:
@@ -73,7 +73,7 @@ class WaitingGroup:
     )
 
   def to_json(self) -> Json:
-    """Returns the group as a line of an export."""
+    """Returns the group as a JSON object, which is one line of an export."""
     row = dataclasses.asdict(self)
     uids, texts, turns = row.pop('uids'), row.pop('texts'), row.pop('turns')
     samples = [
@@ -132,14 +132,16 @@ def waiting_groups(directory: str | os.PathLike) -> list[WaitingGroup]:
 def export_groups(
   directory: str | os.PathLike, file: pathlib.Path | None, page: pathlib.Path | None
 ) -> int:
-  """Writes the waiting groups to files for their judges. Returns the number of groups.
+  """Writes the waiting groups to files for the people or programs that judge them. Returns the
+  number of groups.
 
   Args:
     directory: directory of the store.
     file: JSON Lines file to write, one group per line; None to write none.
     page: HTML page to write, which works without a network; None to write none.
 
-  Raises UserError if a group for the page waits for several scorers.
+  Raises:
+    UserError: a file cannot be written, or a page is wanted and a group waits for several scorers.
   """
   waiting = waiting_groups(directory)
   if page is not None and (several := [g.name for g in waiting if len(g.scorers) > 1]):
@@ -164,11 +166,11 @@ def _write(file: pathlib.Path, text: str) -> None:
 
 
 class Pairs(NamedTuple):
-  """Contents of an export of preference pairs."""
+  """Counts of an export of preference pairs."""
 
   pairs: int
   left_out: int
-  """Number of groups that were left out, because one of their samples has several turns."""
+  """Number of groups that were left out because a sample of the group has several turns."""
 
   @property
   def lines(self) -> list[str]:
@@ -236,7 +238,7 @@ def _with_several_turns(
 def _samples(
   db: sqlite3.Connection, reader: SegmentReader, groups: Collection[str]
 ) -> Iterator[Sample]:
-  """Yields the samples of the groups, as far as the store still contains them."""
+  """Yields those samples of the groups that the store still contains."""
   rows = db.execute(
     'SELECT s.uid, g.name, g.row, o.payload FROM samples s '
     'LEFT JOIN segment_rows g ON g.uid = s.uid AND g.attempt = s.attempt '
@@ -251,9 +253,9 @@ def _samples(
 def _conversations(
   directory: pathlib.Path, samples: Sequence[Sample], asked: Mapping[str, Sequence[Message]]
 ) -> dict[str, tuple[Message, ...]]:
-  """Returns the conversation after the task's prompt of each sample, keyed by uid. If the policy
-  read a different prompt, such as the first observation of an environment, the conversation begins
-  with it.
+  """Returns, for each sample, the conversation after the task's prompt, keyed by uid. If the policy
+  read a prompt other than the task's, such as the first observation of an environment, the
+  conversation begins with that prompt.
 
   Args:
     directory: directory of the run's tokenizer.
@@ -276,7 +278,7 @@ def _conversations(
 
 
 class Imported(NamedTuple):
-  """Results of importing a file, line by line."""
+  """Results of importing a file."""
 
   file: str
   attached: int
@@ -284,9 +286,9 @@ class Imported(NamedTuple):
   there.
   """
   pairs: int
-  """Number of comparisons in the file."""
+  """Number of valid comparisons in the file."""
   refused: list[str]
-  """One line for each verdict or line of the file that was refused, with the reason."""
+  """One line, with the reason, for each line of the file and each verdict that was refused."""
   corrections: int
   """Number of corrected answers in the file that are now expert rows of the run."""
   agreement: dict[str, Agreement]
@@ -396,8 +398,8 @@ def read_comparison(row: Mapping[str, Any]) -> Comparison:
 
 
 def _won(comparisons: Sequence[tuple[int, Comparison]]) -> list[tuple[int, LateVerdict]]:
-  """Converts comparisons to verdicts. Returns (number of the last line that the verdict is based
-  on, verdict) pairs.
+  """Converts comparisons to verdicts. Returns pairs (line, verdict), where `line` is the number of
+  the last line on which the verdict is based.
   """
   wins: dict[tuple, list[float]] = {}
   lines: dict[tuple, int] = {}

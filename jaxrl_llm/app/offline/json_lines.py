@@ -11,8 +11,8 @@ from jaxrl_llm.core.files import parse_json
 
 
 def numbered_lines(file: pathlib.Path, limit_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-  """Yields (number from 1, content) of each line that is not blank. The content of a line of more
-  than `limit_bytes` is None. Raises UserError if the file cannot be read.
+  """Yields (line number from 1, content) for each line that is not blank. For a line of more than
+  `limit_bytes`, the content is None. Raises UserError if the file cannot be read.
   """
   try:
     with open(file, 'rb') as opened:

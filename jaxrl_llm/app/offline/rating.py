@@ -19,9 +19,11 @@ PRIORITY = 'priority'
 
 class Rated(NamedTuple):
   rows: list[dict[str, Json]]
-  """Rows of the rated tasks, in task order, with a field for each criterion and the priority."""
+  """Rows of the rated tasks, in task order, with added fields: one for each criterion, and the
+  priority.
+  """
   failures: dict[str, str]
-  """Reason why a task could not be rated, keyed by the task's uid."""
+  """Reasons why tasks could not be rated, keyed by task uid."""
 
 
 async def rate(tasks: Sequence[Task], options: RatingOptions, *, deadline_s: float) -> Rated:

@@ -125,8 +125,8 @@ def untrained_config(spec: str, overrides: Mapping[str, str]) -> Config:
 
 
 def with_local_explorers(config: Config) -> Config:
-  """Returns the configuration without explorers that connect from outside, since they, and the port
-  to which they connect, belong to the run.
+  """Returns the configuration without `rollout.explorers.listen`: the port, and the explorers that
+  connect to it, belong to the run itself.
   """
   explorers = config.rollout.explorers
   if explorers is None or explorers.listen is None:
@@ -156,8 +156,7 @@ class Reopened(Setup):
     return await self.process.device.run(self._state, step)
 
   async def policy(self, step: int) -> Params:
-    """Loads only the policy's parameters at `step`, joined with the frozen base if there are
-    adapters.
+    """Returns the policy's parameters at `step`, joined with the frozen base if there are adapters.
 
     Raises:
       UserError: the commit has a reward model in place of the policy.
@@ -186,9 +185,10 @@ async def reopen(
   both fit the same model and data.
 
   Args:
-    run: directory of the run. If it does not exist, a tokenizer and static rows are created.
-    load: returns the taskset with a given name. If None, a loader that loads each taskset once is
-      used.
+    run: directory of the run. If it has no tokenizer or static rows, they are created in a
+      temporary directory.
+    load: function that returns the taskset with a given name. If None, a loader that loads each
+      taskset once is used.
   """
   with disk.scratch('jaxrl_llm-') as scratch, contextlib.ExitStack() as opened:
     prepared = await asyncio.to_thread(_prepared, config, run, scratch, load)
@@ -252,7 +252,9 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(past: Reopened) -> AsyncIterator[Serving]:
-  """Runs engine, scorers and workflow during the block. Call `Serving.serve` before sampling."""
+  """Runs the engine, the scorers and the workflow during the block. Call `Serving.serve` before
+  sampling.
+  """
   config = past.config
   async with contextlib.AsyncExitStack() as opened:
     built = build_scorers(config.rewards, past.registry)

@@ -2,7 +2,7 @@
 
 A plan lists the samples of one batch. On the machine of the run, the commit, the recorded plans and
 their samples determine everything about an update except its times. A difference therefore means
-that a file or the program has changed, or that the result depended on something else.
+that a file or the program has changed, or that the result depends on something else after all.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from jaxrl_llm.runtime.machine import changes
 from jaxrl_llm.runtime.writers import METRICS_FILE, STAGE, STEP, finite_row, read_jsonl
 
 _OF_A_STEP = 'perf/time_per_step'
-"""Metric that distinguishes rows of training steps, which always have it, from rows of evaluations,
-which never do.
+"""Metric that distinguishes rows of training steps, which always contain it, from rows of
+evaluations, which never contain it.
 """
 _NOT_OF_THE_PLAN = (
   'timing_s/',
@@ -184,8 +184,8 @@ async def replay(
 
 
 def _plans(store: ReplayStore, run: pathlib.Path, way: Course) -> dict[int, StepPlan]:
-  """Loads the plans of the steps to replay, keyed by the number of completed batches before each
-  step. Raises UserError if a plan is missing.
+  """Loads the plans of the steps to replay. The key of a plan is the number of batches that are
+  completed before its step. Raises UserError if a plan is missing.
   """
   recorded = store.plans(way.commit)
   for step in range(way.commit, way.step):
@@ -203,7 +203,7 @@ def taken(
 ) -> dict[str, Experience]:
   """Returns the scored rollouts that a plan lists, keyed by uid, in the order of the plan.
 
-  They equal those on which the run itself trained.
+  Samples and rewards are the same as when the run itself trained on them.
   """
   if recorded is not None:
     return recorded.recall(plan.rows)

@@ -1,6 +1,6 @@
 """Scores the rows of a file with one scorer, through the same pool as a run.
 
-Invariant: the score file has one score per row, in row order, or is not written at all.
+Invariant: the score file gets one score per row, in row order, or is not written at all.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ _SUMMED = ('reason', 'truth', 'answer')
 derives reasons for the scores.
 """
 _AHEAD = 256
-"""Maximum number of rows (or groups) in flight; a scorer's own concurrency limit is lower."""
+"""Maximum number of rows (or groups) in flight; a scorer's own limit is usually lower."""
 
 
 def read_attempts(path: pathlib.Path) -> list[Attempt]:
-  """Reads the rows of a file as attempts. Raises UserError for the first invalid row."""
+  """Reads the rows of a file as attempts. Raises UserError if the file cannot be read, has no rows,
+  or has an invalid row.
+  """
   attempts = []
   try:
     for row in sources.read_rows(str(path), options={}, size=None, seed=0):
@@ -125,7 +127,7 @@ class Summary:
   passed: int
   """Number of scores above 0."""
   evidence: Sequence[Mapping[str, Any]]
-  """For each row in order, the evidence of its score: what the scorer reports besides the value."""
+  """For each row in order, the entries of its score's evidence whose keys are in `_SUMMED`."""
 
   def line(self, scorer: str) -> str:
     count = sum(self.statuses.values())
@@ -142,8 +144,8 @@ class Summary:
     return f'scorer {scorer}: {count} rows: {statuses}; {mean}, {self.unscorable} unscorable{why}'
 
   def warning(self, scorer: ScorerConfig, attempts: Sequence[Attempt]) -> str:
-    """Returns one line that explains why no row passes, and what to do about it; empty if some row
-    passes.
+    """Returns a warning that explains why no row passes and what to do about it; empty if some row
+    passes, or if the scorer's best value is 0.
     """
     if self.passed or scorer.implementation in _PENALTIES:
       return ''

@@ -50,7 +50,7 @@ flags.DEFINE_bool(
 )
 define_registering(FLAGS)
 _AGAIN_S = 1.0
-"""Seconds to wait before reconnecting to a master after the connection was lost."""
+"""Seconds to wait before exploring again after a master was lost or replaced."""
 
 
 def command(master: str, name: str) -> list[str]:

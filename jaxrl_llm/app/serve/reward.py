@@ -6,9 +6,9 @@ cannot be scored.
 
 With `--step_separator`, the response also has `step_values`, like that of a process reward model:
 for each step, the score of the answer up to the end of that step. If the request has `transcript`,
-the messages of a whole conversation, its steps are the assistant's turns after the prompt.
-Otherwise they are the parts of the completion that end with the separator. `value` is then the last
-step value.
+the messages of a whole conversation, the steps are the assistant's turns after the prompt.
+Otherwise, the separator divides the completion into steps. In both cases, `value` is the last step
+value.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ flags.DEFINE_string(
 define_listening(FLAGS)
 MAX_STEPS = 64
 """Maximum number of steps that get a separate value. In a completion, the last of these steps
-includes the remaining text.
+includes the remaining text. A transcript with more steps is refused.
 """
 _CHARACTERS = 256
 """Length in characters assumed for the longest token of a vocabulary. A text longer than this times
@@ -113,8 +113,8 @@ def application(
   """Builds the web application.
 
   Args:
-    max_length: maximum length in tokens of a sequence. Texts that are too long to fit are rejected
-      without being tokenized.
+    max_length: maximum length in tokens of a sequence, prompt included. Texts that are certainly
+      too long are rejected without being tokenized.
     step_separator: text that ends a step of a completion. If None, responses have no step values.
   """
   # Tokenize in a thread, because long texts would block the event loop. Use only one thread,
@@ -201,7 +201,8 @@ def _read(data: bytes, step_separator: str | None = None) -> list[Answer]:
 
 def step_ends(completion: str, separator: str) -> list[int]:
   """Returns the positions, in characters, at which the steps of a completion end. A step ends with
-  a separator or with the completion. Blank steps are merged into the previous step.
+  a separator or with the completion. A blank step is merged into the previous step, or into the
+  next one if it is the first. Blank text after the last step is left out.
   """
   ends, start = [], 0
   while len(ends) < MAX_STEPS - 1 and (at := completion.find(separator, start)) >= 0:

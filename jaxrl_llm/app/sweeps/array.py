@@ -45,7 +45,7 @@ class JobArray:
 
 
 def task_arguments(arguments: Sequence[str]) -> list[str]:
-  """Returns the arguments of `jaxrl sweep` without --submit and the flags in `_ARRAY_FLAGS`."""
+  """Removes --submit and the flags in `_ARRAY_FLAGS` from the arguments of `jaxrl sweep`."""
   kept, value_follows = [], False
   for argument in arguments:
     name, equals, _ = argument.lstrip('-').partition('=')

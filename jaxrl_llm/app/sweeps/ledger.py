@@ -80,8 +80,8 @@ class LedgerEntry:
   attempts: int
   """Number of times that the trial's process has been started."""
   failures: int
-  """Number of starts of the trial's process that ended in failure. Processes that the sweep itself
-  stopped do not count.
+  """Number of times that the trial has failed, counted from 0 again after `Ledger.retry`. Processes
+  that the sweep itself stopped do not count.
   """
   step: int
   """Largest step in the metrics of the trial."""
@@ -158,7 +158,7 @@ def in_use(workdir: pathlib.Path) -> bool:
 
 
 class Ledger:
-  """The SQLite file of a sweep's ledger. Methods that change it raise RunError if that fails."""
+  """The SQLite file of a sweep's ledger. Methods raise RunError if they cannot write a change."""
 
   def __init__(self, sweepdir: pathlib.Path, *, create: bool = False):
     """Opens the ledger of a sweep.

@@ -12,10 +12,11 @@ from jaxrl_llm.runtime.writers import METRICS_FILE, STEP
 class Measurements:
   """Reads the new rows of a run's metrics.jsonl. A line is read only when it is complete.
 
-  A resumed run truncates the file to its last commit. The file is then read again from the start.
+  A resumed run truncates the file to the length at its last commit. If the file is shorter than the
+  part that has been read, it is read again from the start.
 
   Attributes:
-    keys: names of all metrics with numeric values that have been read so far.
+    keys: names of all metrics for which a floating-point value has been read so far.
   """
 
   def __init__(self, workdir: pathlib.Path, objective: str):

@@ -18,7 +18,6 @@ def build_page(ledger: Ledger, target: pathlib.Path | None = None) -> pathlib.Pa
 
   Args:
     target: file to write. If None, it is compare.html in the sweep directory.
-
   """
   entries, meta = ledger.entries(), ledger.meta()
   value_of = values(entries, ledger.reports(), meta)

@@ -24,7 +24,7 @@ from jaxrl_llm.core.types import Json
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-  """A sweep whose trials all have valid configurations."""
+  """A loaded sweep. The configurations of all its `trials` are valid."""
 
   path: pathlib.Path
   """Path of the sweep file."""
@@ -45,14 +45,16 @@ class SweepPlan:
 
 
 def load_plan(spec: str, overrides: Mapping[str, Json]) -> SweepPlan:
-  """Loads a sweep file and checks the configuration of every trial.
+  """Loads a sweep file and checks the configuration of every trial that is already known; for a
+  'tpe' search, also that of one point.
 
   Args:
     spec: path of a sweep file, or the name of a shipped sweep.
     overrides: overrides from the command line, which apply to all trials, keyed by dotted key.
 
   Raises:
-    UserError: if the file or the configuration of a trial is invalid.
+    UserError: if the file or the configuration of a trial is invalid, or if the sweep needs Optuna
+      but Optuna is not installed.
   """
   path, sweep = load_sweep(spec)
   both = sorted(set(overrides) & set(sweep.axes))

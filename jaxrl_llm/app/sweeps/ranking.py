@@ -66,7 +66,7 @@ def ranked(
 
 
 def measured(mean: float | None, stderr: float | None) -> str:
-  """Returns a mean with its standard error, such as '0.412 ± 0.013'."""
+  """Formats a mean with its standard error if there is one, such as '0.412 ± 0.013'."""
   if mean is None:
     return '–'
   return f'{mean:.4g}' if stderr is None else f'{mean:.4g} ± {stderr:.2g}'

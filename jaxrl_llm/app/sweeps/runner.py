@@ -105,7 +105,7 @@ class Runner:
       train: command that runs `jaxrl train`, without flags.
       numbers: ledger numbers of the trials to run. A 'tpe' search adds the numbers of the trials
         that it draws.
-      note: called with one line of text whenever the state of a trial changes.
+      note: called with one line of text about an event of a trial, such as its start or failure.
       show: called a few times a second, to update the display.
     """
     self._ledger, self._sweep, self._train, self._machine = ledger, sweep, list(train), machine
@@ -125,6 +125,8 @@ class Runner:
     Raises:
       RunError: if the objective is not among the metrics of a finished trial, or if a process that
         an earlier sweep has left behind does not end.
+      UserError: if a trial starts from the weights of a run that has not finished and is not among
+        the trials to run.
     """
     previous = {
       number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
@@ -185,7 +187,7 @@ class Runner:
   def _fill(self) -> bool:
     """Starts trials while slots are free.
 
-    Returns whether a trial was not started because an earlier process of it is still running.
+    Returns whether a trial could not be started because its earlier process is still running.
     """
     held = False
     for entry in self._startable():
@@ -201,7 +203,7 @@ class Runner:
   def _startable(self) -> Iterator[LedgerEntry]:
     """Yields the trials that can be started: waiting ones by number, then newly drawn ones.
 
-    If a trial starts from another run that did not finish, the trial is recorded as failed.
+    A trial is recorded as failed if the run from which it starts has ended without finishing.
     """
     for entry in self._entries():
       if entry.state == TrialState.WAITING and entry.number not in self._live:
@@ -368,7 +370,7 @@ class Runner:
   def _end_all(self) -> None:
     """Asks all processes that are left to stop, and waits until they have ended.
 
-    The wait is limited to the grace period and `_HELD_S`. Processes are left only after an error.
+    The wait is limited to the grace period plus `_HELD_S`. Processes are left only after an error.
     """
     deadline = time.monotonic() + self._machine.grace_s + _HELD_S
     for live in self._live.values():

@@ -46,7 +46,8 @@ def check_installed(sweep: Sweep) -> None:
 def drawn_points(sweep: Sweep) -> list[dict[str, Json]]:
   """Returns the points of a random search.
 
-  With a larger `sweep.count`, the same points come first, followed by new ones.
+  With a larger `sweep.count`, the same points come first, followed by new ones. Raises UserError if
+  Optuna is not installed, or if the axes yield fewer than `sweep.count` points.
   """
   check_installed(sweep)
   study = _study(optuna.samplers.RandomSampler(seed=sweep.search_seed), None, sweep.direction)

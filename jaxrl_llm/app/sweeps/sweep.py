@@ -69,7 +69,8 @@ class Uniform:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedianRule:
-  """Stops a trial whose objective is worse than the median of finished trials at the same step.
+  """Stops a trial if its best value of the objective so far is worse than the median, over the
+  finished trials, of the values at the same step.
 
   This is Vizier's median stopping rule (Golovin et al., 2017), as computed by Optuna's
   `MedianPruner`.
@@ -246,7 +247,7 @@ class Sweep:
     return shared
 
   def decides_by_objective(self) -> bool:
-    """Whether the objective determines which trials or steps run.
+    """Returns whether the objective determines which trials or steps run.
 
     If it does, the objective cannot be changed after the sweep has started.
     """
@@ -300,7 +301,8 @@ def points(sweep: Sweep) -> list[dict[str, Json]]:
   For a 'tpe' search, the result is empty, because its points are drawn while the sweep runs.
 
   Raises:
-    UserError: if a point occurs twice, or if there are more than `MAX_TRIALS` trials.
+    UserError: if a point is invalid or occurs twice, if there are no points, or if there are more
+      than `MAX_TRIALS` trials.
   """
   if sweep.search == 'tpe':
     return []

@@ -79,8 +79,8 @@ def state_table(
   """Returns a table of the trials, and a line with the number of trials in each state.
 
   Args:
-    rows: maximum number of trials to show. If there are more, running trials are chosen first, and
-      failed ones next.
+    rows: maximum number of trials to show. If the sweep has more, running trials are chosen first,
+      then failed ones.
   """
   value_of = values(entries, reports, meta)
   order = {TrialState.RUNNING: 0, TrialState.STOPPING: 0, TrialState.FAILED: 1}

@@ -89,7 +89,7 @@ def arguments(
   """Returns the arguments of `jaxrl train` for a run.
 
   Args:
-    base: configuration: a file or a shipped name.
+    base: file or shipped name of the configuration, with an optional :VARIANT.
     init_from: run directory from whose final weights the run starts. If None, the configuration
       determines the initial weights.
   """

@@ -2,7 +2,7 @@
 
 Invariant: a response is yielded only if its status is 200; any other outcome raises an error of
 this module. Redirects are not followed, because the service that they lead to must not get the
-token. In this package, only this module and the front's proxy send HTTP requests.
+token. In this package, only this module and the front's proxy open HTTP connections themselves.
 """
 
 from __future__ import annotations
@@ -139,8 +139,9 @@ class Client:
       silence_s: maximum time between two parts of the response in seconds; None for no limit.
 
     Raises:
-      Lost: the connection fails or breaks, a time limit passes, or the status is 5xx.
-      Malformed: the response is not HTTP.
+      Lost: the client is closed, the connection fails or breaks, a time limit passes, or the status
+        is 5xx.
+      Malformed: the response is not valid HTTP, or a body that is read as a whole is too large.
       Refused: the status is below 500, but not 200.
     """
     timeout = aiohttp.ClientTimeout(

@@ -1,4 +1,4 @@
-"""Reads and checks the addresses, tokens and certificates of clients. Invalid input raises a
+"""Reads and checks the addresses, tokens and certificates that clients use. Invalid input raises a
 one-line UserError.
 """
 
@@ -36,7 +36,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_key(file: str | None, where: str) -> str | None:
-  """Returns the bearer token in the first line of a file; None if `file` is None.
+  """Returns the bearer token, which is the first word in a file; None if `file` is None.
 
   Args:
     file: path of the file.

@@ -87,9 +87,8 @@ class FrontConfig:
   port: int = 0
   """Port to listen on; 0 for any free port."""
   token_file: str | None = None
-  """File whose first line is the bearer token, which has at least 16 visible ASCII characters. The
-  file must have mode 600, so that only its owner can read it. If None, the token is the key of the
-  run's registry.
+  """File whose first line is the bearer token: 16 to 4096 visible ASCII characters. Other users
+  must have no access to the file (mode 600). If None, the token is the key of the run's registry.
   """
   tls_cert: str | None = None
   """PEM file with the certificate and, if there are any, its intermediate certificates. If None,
@@ -113,7 +112,7 @@ class FrontConfig:
 
 
 class Front:
-  """Proxy of one upstream. Use it as a context manager, or call `start` and `close`."""
+  """Proxy of one upstream. Use it as an async context manager, or call `start` and `close`."""
 
   def __init__(
     self,
@@ -267,8 +266,8 @@ class Front:
     return await asyncio.to_thread(check, content, self._publish_root)
 
   def _headers(self, request: web.BaseRequest, body: bytes | Upload | None) -> dict[str, str]:
-    """Returns the headers to send upstream. Of the client's headers, only Content-Type is passed
-    on.
+    """Returns the headers to send upstream. The client's headers are dropped, except for the
+    Content-Type of an unchecked body.
     """
     headers = {hdrs.ACCEPT_ENCODING: 'identity'}
     if self._upstream_token is not None:
@@ -367,7 +366,7 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
 def _checked_update(body: dict[str, Any], root: str) -> bytes:
   """Checks the body of a weight update. Returns it re-encoded, with resolved paths of directories.
 
-  Raises Refusal unless all directories and files named in the body lie below `root`.
+  Raises Refusal if the body is malformed, or names a directory or file that is not below `root`.
   """
   info = body.get('update_info')
   if (
@@ -398,8 +397,8 @@ def _checked_update(body: dict[str, Any], root: str) -> bytes:
 
 
 def _checked_directory(info: dict[str, Any], root: str) -> str:
-  """Returns the resolved path of a directory of published files. Raises Refusal unless it and the
-  files named with it lie below `root`.
+  """Returns the resolved path of the directory of published files that `info` names. Raises Refusal
+  if `info` is malformed, or if the directory or one of its named files is not below `root`.
   """
   directory, files = info.get('directory'), info.get('files', {})
   if not isinstance(directory, str) or not isinstance(files, dict):
@@ -425,7 +424,7 @@ def _checked_directory(info: dict[str, Any], root: str) -> str:
 def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
   """Checks the body of an adapter load. Returns it re-encoded, with the directory's resolved path.
 
-  Raises Refusal unless the directory and all files in it lie below `root`.
+  Raises Refusal if the body is malformed, or if the directory or a file in it is not below `root`.
   """
   path = body.get('lora_path')
   if set(body) != {'lora_name', 'lora_path', 'load_inplace'} or not isinstance(path, str):

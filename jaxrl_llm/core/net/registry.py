@@ -6,10 +6,10 @@ key, which all services share: leases are signed with the key, and fronts requir
 token.
 
 Invariants: a directory or file that other users can access is rejected (the modes must be 700 and
-600). A lease is valid only if it was signed with the job's key for its own file name; every other
-file is skipped and logged. Clocks of different hosts are never compared: a lease expires by the
-clock of its reader, `lease_s` after the reader last saw the file change. The key is not sent to an
-address to which it would cross a network unencrypted, unless `allow_plaintext` is set.
+600). A lease is valid only if it was signed with the job's key for its own file name; an invalid
+lease is skipped and logged. Expiry does not depend on the clocks of other hosts: a lease expires by
+the clock of its reader, `lease_s` after the reader last saw the lease change. The key is not sent
+to an address to which it would cross a network unencrypted, unless `allow_plaintext` is set.
 """
 
 from __future__ import annotations
@@ -133,9 +133,7 @@ class Lease:
   address: str = ''
   """Address `unix:/path`, `http://host:port` or `https://host:port`; empty for explorers."""
   fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  """Digests of what the service serves, keyed by what was digested, such as 'model' and
-  'tokenizer'.
-  """
+  """Digests that identify the served content, keyed by part, such as 'model' and 'tokenizer'."""
   host: str = dataclasses.field(default_factory=platform.node)
   pid: int = dataclasses.field(default_factory=os.getpid)
   started: float = dataclasses.field(default_factory=time.time)
@@ -265,8 +263,9 @@ class Registry:
       os.unlink(lease.file, dir_fd=folder)
 
   def remove_dead(self, lease: Lease) -> None:
-    """Removes leases that killed processes of the service of `lease` have left. These have the same
-    kind, name and host as `lease`. Leases that cannot be read or removed stay.
+    """Removes leases that earlier, killed processes of the same service left behind: leases with
+    the kind, name and host of `lease` whose process no longer runs. Leases that cannot be read or
+    removed stay.
 
     Raises the same errors as `put` if the registry's directory cannot be opened.
     """
@@ -306,7 +305,8 @@ def create_key(directory: str | os.PathLike, where: str = 'registry') -> pathlib
   """Creates the registry's directory and the job's key if they do not exist; returns the key's
   path.
 
-  If several processes do so at the same time, one of them creates the key, and all use that key.
+  If several processes call this function at the same time, one of them creates the key, and all use
+  that key.
 
   Raises:
     UserError: the directory cannot be created, or other users can access it.
@@ -502,6 +502,7 @@ async def registered(registry: Registry, *leases: Lease) -> AsyncIterator[None]:
   Writes their leases, renews them every `RENEW_S` seconds, and removes them after the block.
 
   Raises:
+    UserError: the registry's directory cannot be used.
     RunError: a lease cannot be written at the start. Later failures are logged, and the next
       renewal tries again.
   """
@@ -555,7 +556,7 @@ class _Seen:
   """A reader's knowledge of one lease file."""
 
   state: tuple[int, ...]
-  """Times, inode and size of the file, which change with each renewal."""
+  """Times, inode and size of the file. Each renewal changes at least one of them."""
   lease: Lease | None
   """Lease in the file; None if the file contains no lease that this reader accepts."""
   order: tuple[int, float]
@@ -563,7 +564,9 @@ class _Seen:
   Leases are sorted by this pair.
   """
   age_s: float = 0.0
-  """Seconds since the reader last saw the file change."""
+  """Seconds since the reader last saw the lease change. An interval between two scans adds at most
+  `_MOST_AT_ONCE` × `lease_s`.
+  """
 
 
 class Watch:

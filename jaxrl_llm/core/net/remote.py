@@ -33,7 +33,7 @@ _MAX_ANSWER_BYTES = 4 << 20
 class RemoteOptions:
   addresses: tuple[str, ...]
   """Addresses `http://host:port/path`, `https://…` or `unix:/path/to.sock`. Each request goes to
-  the least busy address.
+  the least busy address; addresses with a recent error come last.
   """
   key_file: str | None = None
   """File whose first line is the bearer token."""
@@ -44,7 +44,7 @@ class RemoteOptions:
   concurrency: int = 16
   """Maximum number of requests in flight, over all addresses."""
   request_deadline_s: float = 60.0
-  """Time limit of one try in seconds. The scorer's own `deadline_s` covers all tries together."""
+  """Time limit of one try in seconds. For a scorer, `deadline_s` limits all tries together."""
   retries: int = 5
   """Maximum number of retries after transient errors. With the default values, the waits between
   tries add up to about 15 s, which is enough for a restart of the service.
@@ -78,7 +78,7 @@ class DiscoveringOptions(RemoteOptions):
 
   addresses: tuple[str, ...] = ()
   """Addresses `http://host:port/path`, `https://…` or `unix:/path/to.sock`. Each request goes to
-  the least busy address.
+  the least busy address; addresses with a recent error come last.
   """
   discover: str | None = None
   """Pattern of service names, such as '*' or 'quality-*'. Requests go to those services in the
@@ -113,7 +113,7 @@ def _check_addresses(addresses: Sequence[str], where: str) -> None:
 
 
 class ServiceClient:
-  """Client of a service with several addresses; also the base class of clients of specific
+  """Client of a service with one or more addresses; also the base class of clients of specific
   services.
 
   Use it as an async context manager in the event loop that makes the calls.
@@ -143,7 +143,7 @@ class ServiceClient:
       await client.close()
 
   def set_addresses(self, addresses: Sequence[str]) -> None:
-    """Sends new requests to these addresses; requests in flight are unaffected.
+    """Directs later requests to these addresses; requests in flight are unaffected.
 
     Raises UserError if `addresses` is empty, or one of them is malformed.
     """

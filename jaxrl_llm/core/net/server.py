@@ -228,8 +228,8 @@ class Upload:
 
 
 async def begin_upload(request: web.BaseRequest, limit: int) -> Upload:
-  """Returns the body of a request. Raises Refusal if it has more than `limit` bytes; iterating over
-  it raises the same error, or another one if the body stalls or is broken off.
+  """Returns the body of a request. Raises Refusal if its Content-Length exceeds `limit` bytes.
+  Iterating over the body raises Refusal, too, if the body exceeds `limit`, stalls or breaks off.
   """
   upload = Upload(request, limit)
   if request.headers.get(hdrs.EXPECT, '').lower() == '100-continue':
@@ -251,7 +251,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 class _Listener(socket.socket):
-  """Listening socket that bounds the number and time of unauthenticated connections.
+  """Listening socket that bounds the number and the duration of unauthenticated connections.
 
   Both bounds apply to a connection as soon as it is accepted, and so also to connections whose TLS
   handshake never finishes.
@@ -321,7 +321,7 @@ class _Connection(web.RequestHandler):
     exc: BaseException | None = None,
     message: str | None = None,
   ) -> web.StreamResponse:
-    """Responds to invalid HTTP (400) and errors in this module (500) without internal details."""
+    """Responds to invalid HTTP (400) and unexpected errors (500) without internal details."""
     if status >= 500:
       _log.error('%s %s failed', request.method, request.raw_path, exc_info=exc)
     if request.writer.output_size > 0:
@@ -354,7 +354,9 @@ def split_path(request: web.BaseRequest) -> tuple[str, str]:
 
 
 def _admit(request: web.BaseRequest, routes: Sequence[tuple[str, str]]) -> None:
-  """Raises Refusal if an authenticated request matches no route."""
+  """Raises Refusal if an authenticated request matches no route or has a form that is not accepted,
+  such as a compressed body.
+  """
   path, query = split_path(request)
   methods = [method for method, known in routes if known == path]
   if not methods:

@@ -1,6 +1,6 @@
 """Child processes that run under a guard.
 
-Invariant: neither the child nor anything that it starts outlives the process that started it
+Invariant: neither a child nor anything that it starts outlives this process
 (`core.process.guard`).
 """
 
@@ -62,15 +62,18 @@ class Child:
 
   @property
   def pid(self) -> int | None:
-    """Process ID of the guard, which is the parent of the command; None before the start."""
+    """Process ID of the guard, which is the parent of the command; None before `start` and after
+    `stop`.
+    """
     return self._guard.pid if self._guard else None
 
   @property
   def exit_code(self) -> int | None:
-    """Exit code of the command. It is 128 + N if signal N ended the command, and 0 if a stop was
-    ordered.
+    """Exit code of the guard, which is that of the command unless a stop was ordered. If signal N
+    ended the command, it is 128 + N. After an order to stop, it is 0, or 1 if a process survived
+    SIGKILL.
 
-    None while the command runs and before its start.
+    None before `start`, while the command runs, and after `stop`.
     """
     return self._guard.poll() if self._guard else None
 
@@ -147,7 +150,7 @@ class Child:
       self._guard.terminate()
 
   async def wait(self) -> int:
-    """Waits until the command ends by itself, and returns its exit code."""
+    """Waits until the command has ended, without ordering a stop. Returns `exit_code`."""
     assert self._guard is not None, 'not started'
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()

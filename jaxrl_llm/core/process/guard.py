@@ -9,8 +9,8 @@ jaxrl_llm. The owner is the process that starts the guard. It starts the guard w
 orders a stop by closing the pipe or by dying. SIGTERM, SIGINT and SIGHUP also order a stop.
 COMMAND's output is appended to FILE, as is a line `guard: …` whenever the guard ends processes or
 removes a file. Once FILE is larger than N bytes, only its last N / 2 bytes are kept, after a line
-that says so; FILE may exceed N by what is written within `_TRIM_S` seconds. With --channel, the
-guard's stdout is a socket to the owner, and COMMAND uses this socket as stdin and stdout.
+that says so; FILE may exceed N by the output of `_TRIM_S` seconds. With --channel, the guard's
+stdout is a socket to the owner, and COMMAND uses this socket as stdin and stdout.
 
 Invariant: when the guard has ended, every process that COMMAND started is gone, even if it called
 setsid or ignored signals. A file in /dev/shm whose name matches `_NAMES` is gone, too, if the guard
@@ -121,7 +121,7 @@ def _tree() -> Iterator[_Process]:
 
 
 def _files() -> set[tuple[str, int]]:
-  """Returns name and inode of the shared-memory files whose names match `_NAMES`."""
+  """Returns the names and inodes of the shared-memory files whose names match `_NAMES`."""
   with contextlib.suppress(OSError), os.scandir(_SHARED) as entries:
     return {
       (e.name, e.inode())
@@ -161,8 +161,8 @@ class _SharedMemory:
   def look(self, *, thorough: bool = False) -> float:
     """Records the files that the process tree uses now; returns the seconds until the next scan.
 
-    Inspecting processes is expensive. They are inspected if a new file has appeared, and otherwise
-    only from time to time or if `thorough` is set.
+    Inspecting processes is expensive. It is done only while there are files that are not recorded:
+    at once if one of them is new, otherwise from time to time or if `thorough` is set.
     """
     began = time.process_time()
     self._credit = min(_CREDIT_S, self._credit + (time.monotonic() - self._credited) / _THRIFT)

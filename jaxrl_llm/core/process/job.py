@@ -2,8 +2,9 @@
 
 Three facts describe the place: the address of process 0, the number of processes, and the number of
 this process. Each comes from a flag, else from JAX's variables, else from the system that started
-the process: Slurm's `srun`, MPI, Kubernetes or Cloud TPU. `JobDescription` leaves out the facts
-that `jax.distributed.initialize` can find itself, and has the name of JAX's method to find them.
+the process: Slurm's `srun`, MPI, Kubernetes or Cloud TPU. In a `JobDescription`, a fact is None if
+`jax.distributed.initialize` has to find it; the description then names the method by which JAX does
+so.
 """
 
 from __future__ import annotations
@@ -161,7 +162,9 @@ def is_place(name: str) -> bool:
 
 
 def _detected(place: _Place | None, environment: Mapping[str, str]) -> JobDescription | None:
-  """Returns the place that the system alone gives to this process; None if it trains alone."""
+  """Returns the place of this process if neither flags nor JAX's variables describe the job, so
+  that only the system's variables count. Returns None if the process trains alone.
+  """
   if place is None or place.processes == 1:
     return None
   if place.method is None:
@@ -183,7 +186,7 @@ def _detected(place: _Place | None, environment: Mapping[str, str]) -> JobDescri
 def _merged(
   given: Mapping[str, _Given | None], place: _Place | None, environment: Mapping[str, str]
 ) -> JobDescription | None:
-  """Returns the place that flags and JAX's variables describe, completed by what the system states.
+  """Returns the place that flags and JAX's variables describe, completed with the system's facts.
 
   Returns None if the job has only one process. Raises UserError if a fact is missing.
   """
@@ -227,7 +230,8 @@ def _check_index(source: str, index: int | None, count: int | None) -> None:
 
 
 def _place(environment: Mapping[str, str], *, has_tpu: bool, has_mpi4py: bool) -> _Place | None:
-  """Returns the place that the innermost system gave to this process; None if no system started it.
+  """Returns the place that the innermost system gave to this process; None if no system that this
+  module knows started the process.
 
   MPI comes before Slurm: an MPI launcher may run its own processes as a step of Slurm. Slurm's
   variables then describe the launcher's processes, not the job's.
@@ -280,11 +284,11 @@ def _mpich(environment: Mapping[str, str], has_mpi4py: bool) -> _Place | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> _Place | None:
-  # Slurm starts a job's processes as the tasks of a step. Batch scripts and shells of salloc run in
-  # no step, or in a step of a single task.
+  # Slurm starts the processes of a job as the tasks of a step. Batch scripts and salloc shells run
+  # outside any step, or in a step with a single task.
   if 'SLURM_STEP_NODELIST' not in environment:
     return None
-  # In a shell of salloc, SLURM_NTASKS is the number of tasks of the job, not of the step.
+  # In a salloc shell, SLURM_NTASKS is the number of tasks of the job, not of the step.
   tasks = 'SLURM_STEP_NUM_TASKS' if 'SLURM_STEP_NUM_TASKS' in environment else 'SLURM_NTASKS'
   if environment.get(tasks) == '1':
     return _Place(source='Slurm', processes=1, process=0, method='slurm')
@@ -304,7 +308,7 @@ def _slurm(environment: Mapping[str, str]) -> _Place | None:
 def _tasks_here(environment: Mapping[str, str]) -> int | None:
   """Returns the number of the step's tasks on this node; None if it is not known.
 
-  SLURM_STEP_TASKS_PER_NODE is '2(x3),1' for nodes of 2, 2, 2 and 1 tasks.
+  SLURM_STEP_TASKS_PER_NODE is '2(x3),1' for four nodes with 2, 2, 2 and 1 tasks.
   """
   nodes: list[int] = []
   for part in environment.get('SLURM_STEP_TASKS_PER_NODE', '').split(','):

@@ -68,8 +68,8 @@ class Sample:
   """One token sequence. All per-token arrays have the length of `tokens`."""
 
   uid: str
-  """`<stage>/<task uid>/<visit>/<sample index>`: the same in every attempt of a run. The uid of a
-  later step of a trajectory ends with the step's index.
+  """`<stage>/<task uid>/<visit>/<sample index>`, with `/<step index>` appended for every step of a
+  trajectory after the first. The uid is the same in every attempt of a run.
   """
   task_id: str
   visit: int

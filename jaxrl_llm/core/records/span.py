@@ -26,7 +26,7 @@ class Piece(NamedTuple):
   """Part of a span that was sampled for one request."""
 
   request: str
-  """Digest of the request. Requests of the same completion in different iterations have the same
+  """Digest of the request. Requests for the same completion in different iterations have the same
   digest.
   """
   end: int
@@ -40,16 +40,19 @@ class Span:
   """The tokens that one iteration sampled for a sample. Prompts, observations and earlier spans are
   not included.
 
-  All arrays have the length of `tokens`. Segments count from the first token of the span.
+  All arrays have the length of `tokens`. The positions in `segments` are relative to the first
+  token of the span.
   """
 
   tokens: Int32[np.ndarray, 'time']
   logprobs: Float32[np.ndarray, 'time']
   segments: tuple[Segment, ...]
   finish: Finish | None
-  """Reason why the last completion of the span ended; None if it continues in a later span."""
+  """Reason why the last completion of the span ended; None if the completion continues in a later
+  span.
+  """
   pieces: tuple[Piece, ...] = ()
-  """Pieces of the span, in order. They are empty if the sample makes a single request."""
+  """Pieces of the span, in order; empty if the whole sample comes from a single request."""
 
   def __post_init__(self):
     if not len(self.tokens) or len(self.tokens) != len(self.logprobs):
@@ -71,7 +74,9 @@ class Span:
         raise ValueError(f'Span: pieces {self.pieces}, wanted them to consist of segments')
 
   def by_request(self) -> Iterator[tuple[str, Span]]:
-    """Yields each piece with the digest of its request; an empty digest if there are no pieces."""
+    """Yields (digest of the request, piece as a span) for each piece. A span without pieces yields
+    one pair, with an empty digest and all of its tokens.
+    """
     start = 0
     for request, end, finish in self.pieces or [('', len(self.tokens), self.finish)]:
       segments = [
@@ -92,9 +97,9 @@ class Span:
 
 
 def by_request(spans: Sequence[Span]) -> dict[str, Span]:
-  """Returns what the spans of a sample, in order, contain of each completion. The completions are
-  keyed by the digest of their request, in the order of their first tokens. If a span has no pieces,
-  the sample has a single completion, whose key is empty.
+  """Joins the spans of a sample, given in order, into one span per completion. The result is keyed
+  by the digest of the completion's request, in the order of the completions' first tokens. If a
+  span has no pieces, the sample has a single completion, whose key is empty.
   """
   if not all(span.pieces for span in spans):
     return {'': joined(spans)}
@@ -106,7 +111,7 @@ def by_request(spans: Sequence[Span]) -> dict[str, Span]:
 
 
 def joined(spans: Sequence[Span], pieces: Sequence[Piece] = ()) -> Span:
-  """Returns consecutive spans as a single span with these pieces."""
+  """Joins consecutive spans into a single span, whose pieces are `pieces`."""
   starts = np.cumsum([0, *(len(span.tokens) for span in spans)]).tolist()
   return Span(
     tokens=np.concatenate([span.tokens for span in spans]),

@@ -26,7 +26,7 @@ class Media:
   digest: str
   """xxh3-128 of the bytes, as 32 hex digits."""
   reference: str
-  """Path relative to the taskset's file, or the bytes as `data:;base64,…`."""
+  """Path relative to the directory of the taskset's file, or the bytes as `data:;base64,…`."""
 
 
 def prompt_digest(prompt: tuple[Message, ...], media: tuple[Media, ...] = ()) -> str:

@@ -64,8 +64,8 @@ class Awaiting(Immediate):
     self._groups, self._delayed, self._rewards = groups, scorers.delayed, scorers.config
     self._store, self._newest, self._clock = store, newest, clock
     self._ready: dict[int, dict[str, list[inbox.Given]]] = {}
-    """Verdicts of the groups whose rewards are complete, keyed by group number and then by uid, in
-    the order in which they became complete.
+    """Verdicts of the groups whose rewards are complete, keyed by group number and then by uid. The
+    groups are in the order in which their rewards became complete.
     """
     self.decisions = 0
 
@@ -86,7 +86,7 @@ class Awaiting(Immediate):
 
   def next(self, admitted: int) -> Turn:
     """Chooses the groups to run next. Groups with complete rewards come first, in the order in
-    which they became complete. New groups follow, unless too many groups are waiting.
+    which their rewards became complete. New groups follow, unless too many groups are waiting.
     """
     present = [number for number in self._ready if number in self._groups]
     ready = [n for n in present if not self._is_too_old(self._groups[n])][:admitted]

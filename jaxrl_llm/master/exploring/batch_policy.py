@@ -26,8 +26,8 @@ class Candidate(NamedTuple):
   is_finished: bool
   """Whether the group's samples are generated, scored and selected."""
   last_batch: int
-  """Index in the stage of the last batch that may train on the group without exceeding the
-  staleness bound.
+  """Last batch that may train on the group without exceeding the staleness bound, as an index
+  within the stage.
   """
 
 

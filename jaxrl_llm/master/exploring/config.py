@@ -46,9 +46,10 @@ class ExplorerConfig:
   """Number of batches in the stage. If None, the number is unlimited."""
   sampling: Sampling = Sampling()
   response_lengths: tuple[tuple[int, int], ...] = ()
-  """(batch, tokens) pairs: samples that begin with weights that have been trained on at least
-  `batch` of the stage's batches have at most `tokens` tokens after the prompt. The pairs are in
-  ascending order of `batch`. If empty, only the run's limit applies.
+  """(batch, tokens) pairs in ascending order of `batch`. If a group starts or continues with
+  weights that have been trained on at least `batch` batches of the stage, its samples have at most
+  `tokens` tokens after the prompt. If several pairs apply, the last one counts. If empty, only the
+  run's limit applies.
   """
   processors: tuple[tuple[str, Processor | ModelProcessor], ...] = ()
   """(name, processor) pairs. The processors run on each finished group, in this order."""
@@ -56,7 +57,7 @@ class ExplorerConfig:
   """Rule that selects the samples of a group to train on."""
   partial: PartialConfig | None = None
   """Settings of partial rollouts, which generate a group over several batches. If None, each group
-  is generated for one batch. Requires the workflow `SingleTurn`.
+  is generated for one batch.
   """
   past: Past | None = None
   """Rule that adds groups of earlier batches to each batch. If None, none are added."""

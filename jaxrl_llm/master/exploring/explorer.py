@@ -141,8 +141,8 @@ class Explorer:
     completed.
     """
     self._visits: dict[str, int] = {}
-    """Number of times that earlier stages have drawn each prompt. This stage continues the count,
-    which is part of the random keys: a repeated count would repeat the random numbers.
+    """Number of times that each prompt was drawn before; see `_earlier_visits`. The stage continues
+    the count, which is part of the random keys: a repeated count would repeat the random numbers.
     """
     self._returned: set[str] = set()
     """Ids of the groups in the last batch that `next` returned. Empty once `complete` has been
@@ -168,9 +168,9 @@ class Explorer:
 
   @property
   def clock_decisions(self) -> int:
-    """Number of decisions that a clock has made: group runs that a time limit has ended, groups
-    that a batch has passed over because later groups had finished first, and groups whose delayed
-    rewards have arrived or come too late.
+    """Number of decisions that a clock has made: those of the runner
+    (`GroupRunner.clock_decisions`), groups that a batch has passed over because later groups had
+    finished first, and groups whose delayed rewards have arrived or come too late.
     """
     waited = self._awaiting.decisions if self._awaiting is not None else 0
     return self._runner.clock_decisions + self._passed_over + waited
@@ -215,8 +215,8 @@ class Explorer:
         self._events.message(Edge.DROP, group=group, reason='given up')
 
   def _earlier_visits(self) -> dict[str, int]:
-    """Returns the number of times that each task was drawn, keyed by task uid: in earlier stages,
-    and in this stage before a branch reset its position in the data.
+    """Returns the number of times that each task was drawn in earlier stages, and in this stage
+    before a branch reset its position in the data. The numbers are keyed by task uid.
     """
     config, visits = self._config, {}
     if config.earlier:
@@ -277,7 +277,7 @@ class Explorer:
     Returns an empty list if the batch is complete, or if no sample needs the reward model. Raises
     the exceptions of `collect`.
 
-    Until `proceed` is called, no group starts.
+    After it has returned samples, no group starts until `proceed` is called.
     """
     rounds = self._rounds
     if rounds is None:
@@ -290,8 +290,8 @@ class Explorer:
     return sorted(members, key=lambda member: member.sample.uid)
 
   async def score(self, verdicts: Mapping[str, Verdict]) -> bool:
-    """Finishes the groups that `unscored` returned. Returns whether the batch needs more groups,
-    because some of these were dropped.
+    """Finishes the groups whose samples `unscored` returned. Returns whether the batch needs more
+    groups, because some of these were dropped.
 
     Args:
       verdicts: verdicts of the trainer's reward model, keyed by uid.
@@ -506,8 +506,8 @@ class Explorer:
     self._progress.set()
 
   def _adopt(self, groups: Sequence[StartedGroup]) -> list[StartedGroup]:
-    """Parks the groups whose samples already wait for rewards in the store. They began to wait
-    before a crash that undid the run's own progress. Returns the other groups.
+    """Parks the groups whose samples already wait for rewards according to the store, because they
+    began to wait after the last commit before a crash. Returns the other groups.
     """
     kept = self._awaiting.kept(self._config.stage) if self._awaiting is not None else set()
     for group in groups:
@@ -676,8 +676,9 @@ class Explorer:
     self._admit(group, judged.members, processed)
 
   def _sampling(self, group: StartedGroup) -> Sampling:
-    """Returns the group's sampling parameters. They depend on the batches that its first weights
-    have been trained on, so a restart does not change them.
+    """Returns the group's sampling parameters. They depend on the number of batches on which the
+    weights had been trained when the group started or was last continued, so a restart of the run
+    does not change them.
     """
     return self._config.sampling_after(max(0, group.last_batch - self._config.bound))
 

@@ -37,7 +37,7 @@ class FinishedGroup:
   counts: dict[str, int]
   """Numbers of samples before and after each processor, as in `processors.Processed`."""
   scorer_failed: bool
-  """Whether a scorer failed that is configured to drop the group on failure."""
+  """Whether a scorer that is configured to drop the group on failure has failed."""
 
   @property
   def outcome(self) -> tuple[str, int, int] | None:

@@ -11,8 +11,8 @@ class Gate:
 
   `served` is the number of the stage's batches that the engines' weights have been trained on.
   Dropped groups do not count, so each can be replaced. Parked groups, which wait for a later batch
-  to continue them or for delayed rewards, do not count either. The gate admits no more groups than
-  all batches of the stage need.
+  to continue them or for delayed rewards, do not count either. Apart from `spare` groups, the gate
+  admits no more groups than all batches of the stage need.
   """
 
   def __init__(
@@ -56,7 +56,7 @@ class Gate:
 
   @property
   def last_batch(self) -> int:
-    """Index in the stage of the last batch that may train on a group that starts now."""
+    """Last batch that may train on a group that starts now, as an index within the stage."""
     return self._served + self._bound
 
   @property
@@ -65,8 +65,8 @@ class Gate:
 
   @property
   def is_full(self) -> bool:
-    """Whether the stage has started as many groups as its batches need. Parked groups do not count
-    as started.
+    """Whether the stage has started as many groups as its batches need. Dropped and parked groups
+    do not count as started.
     """
     return self._batches is not None and self._counted >= self._batches * self._groups_per_batch
 
@@ -118,14 +118,14 @@ class Gate:
     self._changed.set()
 
   def give_back(self, groups: int) -> None:
-    """Takes back the admission of `groups` of the groups admitted last. They have not started
-    yet.
+    """Takes back the admission of `groups` groups, which `admit` has counted as started although
+    they have not started yet.
     """
     self._started -= groups
 
   def unpark(self, groups: int) -> None:
-    """Records that `groups` of the groups admitted last are not new but parked groups that
-    continue.
+    """Records that `groups` of the groups that `admit` has counted as started are parked groups
+    that continue, not new ones.
     """
     self._started -= groups
     self._parked -= groups

@@ -29,8 +29,9 @@ async def judge(
   """Scores one attempt with all configured scorers that judge attempts one by one.
 
   Raises:
-    RunError: a scorer reads the environment's reward, but the workflow reports none; or the
-      workflow reports an environment's reward or a failed episode, but no scorer reads it.
+    RunError: a scorer reads the environment's reward, but the workflow reports none, although no
+      limit ended the trajectory; or the workflow reports a failed episode or an environment's
+      reward other than 0, but no scorer reads it.
   """
   _check_verdict(rollout, rewards)
   scores = await scorers.score(rollout.attempt(task))
@@ -131,7 +132,9 @@ async def judged(
 
 
 def attempt_of(member: Experience) -> Attempt:
-  """Returns a trajectory as an `Attempt`, the input of scorers for whole groups."""
+  """Returns a trajectory as an `Attempt`, the input of scorers, without its transcript and the
+  environment's reward.
+  """
   return Attempt(
     uid=member.sample.uid,
     task=member.task,

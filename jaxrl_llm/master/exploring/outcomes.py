@@ -16,8 +16,8 @@ class Outcomes:
 
   They are reported when a batch closes, in order of the groups' numbers. If the gate's bound is 0,
   the sampler has then drawn all tasks of this batch and none of the next, so its choices do not
-  depend on timing. If the bound is larger, its choices may depend on timing: it may draw the
-  replacement of a dropped group of a later batch before or after the report.
+  depend on timing. If the bound is larger, its choices may depend on timing: if a group of a later
+  batch is dropped, the sampler may draw the task of its replacement before or after the report.
   """
 
   def __init__(self, sampler: TaskSampler, *, in_order: bool):
@@ -28,7 +28,7 @@ class Outcomes:
     """
     self._sampler, self._in_order = sampler, in_order
     self._outcomes: dict[int, Outcome] = {}
-    """Keyed by group number."""
+    """Outcomes, keyed by group number."""
 
   def record(self, number: int, outcome: Outcome) -> None:
     self._outcomes[number] = outcome

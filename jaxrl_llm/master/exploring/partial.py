@@ -1,14 +1,15 @@
 """Partial rollouts: answers that are generated over several iterations, as in Kimi k1.5.
 
-In each iteration (batch), a sample may generate a budget of tokens. When a sample of a group has
-used up the budget, the group is parked: its new tokens are stored as spans, and a later iteration
-continues it. The group is scored and trained on once, when all of its samples have finished.
+In each iteration (batch), a sample may generate a budget of tokens. If a sample of a group uses up
+the budget, the group is parked at the end of the iteration: its new tokens are stored as spans, and
+a later iteration continues the group. The group is scored and trained on once, when all of its
+samples have finished.
 
 A workflow knows nothing of this. In each iteration it runs from its beginning, in this process or
 in an explorer, and `PartialGroup` answers its requests: those of earlier iterations with the stored
-tokens, the others with the engine. Once a sample has used up its budget, its further requests get
-no answer in this iteration. When every unfinished sample of the group has such a request, the
-workflow is stopped.
+tokens, the others with tokens from the engine. Once a sample has used up its budget, its further
+requests get no answer in this iteration. When every unfinished sample of the group has an
+unanswered request, the workflow is stopped.
 
 Invariant: the budget is counted in tokens, so no clock decides where a sample is cut. This holds
 only for workflows that make the requests of a sample one after another and independently of other
@@ -63,7 +64,7 @@ class PartialConfig:
 
   'current_only': those sampled by the newest weights that sampled any token of their group. If the
   stage's `bound` is 0, these are the weights that the batch updates. 'last_k': those sampled by
-  these weights, or by weights that are fewer than `last_k` updates older. 'all': all tokens, each
+  these weights, or by weights that are fewer than `last_k` batches older. 'all': all tokens, each
   corrected for the difference between the weights that sampled it and the weights that the batch
   updates. 'last_k' and 'all' need a `bound` above 0.
   """
@@ -97,8 +98,8 @@ class PartialConfig:
 
 _IDLE_S = 60.0
 """Seconds without any request or answer after which the workflow of a group is stopped, if a sample
-that has used up its budget is waiting for an answer. Workflows whose samples wait for each other
-would otherwise hang.
+that has used up its budget is waiting for an answer and the engine is working on no request of the
+group. Workflows whose samples wait for each other would otherwise hang.
 """
 SampleFunction = Callable[[Request], AsyncIterator[tuple[int, Completion]]]
 
@@ -126,7 +127,9 @@ class GroupDiverged(Exception):
 
 
 class PartialGenerator:
-  """Generator that budgets the requests of open groups, and passes other requests on."""
+  """Generator that budgets the requests of the groups that `collect` runs, and passes other
+  requests on to the engine.
+  """
 
   def __init__(self, sample: SampleFunction):
     """
@@ -160,8 +163,8 @@ class PartialGenerator:
     Raises:
       GroupCut: a sample is unfinished and has used up its budget.
       GroupDiverged: the workflow has not repeated its earlier requests.
-      UserError: a sample already has more tokens than the length limit, which was lowered
-        meanwhile.
+      UserError: the length limit was lowered, so that the tokens of earlier iterations exceed it or
+        leave no room to continue a sample.
     """
     group = self._groups[name] = PartialGroup(self._sample, config, name, spans)
     try:
@@ -215,7 +218,7 @@ class PartialGroup:
       task.cancel()
     await asyncio.gather(*self._tasks, return_exceptions=True)
     if not self._ended.cancel():
-      self._ended.exception()  # Otherwise, asyncio would log that it was never read.
+      self._ended.exception()  # Otherwise, asyncio would log that the error was never read.
 
   def covers(self, request: Request) -> bool:
     """Returns whether the request is for samples of the group. An explorer may send any index."""
@@ -303,8 +306,8 @@ class PartialGroup:
   def _start(
     self, part: Request, request: Request, digest: str, indices: Sequence[int], limit: int
   ) -> None:
-    """Has the engine generate up to `limit` tokens of `part`, which is what remains of `request`
-    for consecutive samples.
+    """Has the engine generate up to `limit` tokens for consecutive samples. `part` is `request`
+    with the tokens of earlier iterations appended to its prompt.
     """
     part = dataclasses.replace(part, first=indices[0], samples=len(indices), max_tokens=limit)
     self._generating.update(indices)
@@ -318,7 +321,9 @@ class PartialGroup:
       self._ended.set_exception(error)
 
   def _before(self, index: int, digest: str) -> Span | None:
-    """Returns the completion of an earlier iteration that answers a request, or None."""
+    """Returns the tokens that earlier iterations generated for a request, or None if there are
+    none.
+    """
     stored = self._stored[index]
     # A record without digests belongs to a sample that makes only one request.
     key = '' if '' in stored else digest
@@ -326,7 +331,9 @@ class PartialGroup:
     return stored.get(key)
 
   async def _generate(self, part: Request, request: Request, digest: str) -> None:
-    """Answers `request` with what the engine generates for `part`."""
+    """Answers `request` with the tokens of earlier iterations and those that the engine generates
+    for `part`. A completion that the budget has cut does not answer the request.
+    """
     async with contextlib.aclosing(self._sample(part)) as completions:
       async for index, completion in completions:
         before = self._before(index, digest)
@@ -365,7 +372,9 @@ def _digest(request: Request) -> str:
 
 
 def _span(new: Mapping[str, Span]) -> Span:
-  """Returns the tokens of one sample in one iteration, keyed by request, as a single span."""
+  """Joins the tokens that one sample generated in one iteration, keyed by request digest, into a
+  single span.
+  """
   ends = itertools.accumulate(len(span.tokens) for span in new.values())
   pieces = [
     Piece(digest, end, span.finish) for (digest, span), end in zip(new.items(), ends, strict=True)
@@ -376,8 +385,9 @@ def _span(new: Mapping[str, Span]) -> Span:
 def keep_loss(members: Sequence[Experience], config: PartialConfig) -> list[Experience]:
   """Returns a scored group in which only the tokens that `config.loss` trains on enter the loss.
 
-  A sample without such tokens is masked. Rewards of turns without such tokens are added to that of
-  the first turn that has some, so that the sum stays the same.
+  A sample without any of these tokens is masked. The rewards of turns that leave the loss are added
+  to the reward of the first remaining turn or, if none remains, to the reward of the sample, so
+  that the sum stays the same.
   """
   samples = mask_older([member.sample for member in members], config)
   return [
@@ -411,7 +421,7 @@ def _without_turns(reward: _Valued, hidden: int) -> _Valued:
 
 def mask_older(samples: Sequence[Sample], config: PartialConfig) -> list[Sample]:
   """Returns a group's samples with loss masks that contain only the tokens that `config.loss`
-  trains on. Ages count from the newest weights that generated any sample of the group.
+  trains on. Ages are measured from the newest weights that generated any sample of the group.
   """
   oldest = config.oldest(max(s.version.step for sample in samples for s in sample.segments))
   return [
@@ -430,8 +440,10 @@ def _sampled_since(sample: Sample, step: int) -> np.ndarray:
 def _new_span(
   completion: Completion, before: Span | None, max_tokens: int, sampling: Sampling
 ) -> Span:
-  """Returns the span that a completion adds to a sample. The engine treats the iteration's budget
-  as its length limit, so this function determines whether and why the sample itself has finished.
+  """Returns the span that an answer of the engine adds to the completion of a request.
+
+  The length limit of the engine is the budget of the iteration, so an answer that reaches it does
+  not always end the completion. This function determines whether the completion has ended, and why.
   """
   finish: Finish | None = completion.finish
   tokens = completion.tokens if before is None else np.r_[before.tokens, completion.tokens]

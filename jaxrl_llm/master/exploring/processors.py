@@ -1,11 +1,11 @@
 """Processors: verify, shape and filter a finished group before it is trained on.
 
 A stage's processors run in order on the scorable members of a group, before selection and
-admission. Each processor is a pure function of the members and the number of completed batches, or
-asks a model about them (`verifying`): it changes rewards, masks members or removes them. Removed
-samples are dropped with the processor's name as the reason. The store also records every change to
-a sample under the processor's name; these records are the sample's lineage. If a group has no
-members left, another group replaces it.
+admission. Each processor changes rewards, masks members or removes members. It is a pure function
+of the members and the number of completed batches, or asks a model about the members (`verifying`).
+Removed samples are dropped with the processor's name as the reason. The store also records every
+change to a sample under the processor's name; these records are the sample's lineage. If a group
+has no members left, another group replaces it.
 
 A processor can read what is known when a group ends: tokens, the sampler's logprobs and scores. The
 trainer computes its quantities, such as advantages, only after the batch is complete, when it is
@@ -119,10 +119,10 @@ class Processors:
 
   @contextlib.asynccontextmanager
   async def opened(self, journals: pathlib.Path, stage: str) -> AsyncIterator[None]:
-    """Opens the processors that ask a model while the block is active.
+    """Keeps the processors that ask a model open while the block is active.
 
     Args:
-      journals: directory of their journals.
+      journals: directory of these processors' journals.
       stage: name of the stage.
     """
     async with contextlib.AsyncExitStack() as models:
@@ -249,8 +249,8 @@ def reward_std(options: VarianceOptions) -> Processor:
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     rewards = np.array([member.reward.total for member in members], np.float64)
-    # The maximum and minimum are compared too, because due to rounding the standard deviation of
-    # equal rewards may be slightly above 0.
+    # The maximum and minimum are compared too, because rounding may make the standard deviation of
+    # equal rewards slightly larger than 0.
     differ = rewards.max() > rewards.min() and rewards.std() > options.min_std
     return members if differ else []
 
@@ -454,8 +454,8 @@ PROCESSORS: Mapping[str, tuple[type, Callable[..., Processor | ModelProcessor]]]
 
 
 def check_processors(configs: Sequence[ProcessorConfig], where: str) -> None:
-  """Raises UserError if a name is repeated or reserved, or a kind is unknown. The message starts
-  with `where`.
+  """Raises UserError if a name is repeated or reserved, or if a kind is unknown or in `LATER`. The
+  message starts with `where`, except for a kind in `LATER`.
   """
   names = [config.name for config in configs]
   for config in configs:

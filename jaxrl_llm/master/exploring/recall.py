@@ -20,11 +20,11 @@ def recall(
   text: Callable[[Sample], str],
   rewards: RewardsConfig,
 ) -> list[Experience]:
-  """Returns those trajectories that were selected for training, in the order of their selection.
+  """Returns the trajectories that were selected for training, in the order of their selection.
 
   Args:
     store: store of the samples.
-    uids: uids of all samples of one or more groups. Those that were not selected are skipped.
+    uids: uids of all samples of one or more groups. Samples that were not selected are skipped.
     tasks: returns the task with the given uid, or None if it no longer exists.
     text: returns a sample's completion.
     rewards: configuration that combines scores into a reward.

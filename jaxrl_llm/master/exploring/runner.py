@@ -59,8 +59,9 @@ class Judged(NamedTuple):
 
 
 class GroupExpired(Exception):
-  """A group must be dropped. The argument is the reason: 'timeout' or 'straggler' if it exceeded
-  its time limits, 'diverged' if its workflow did not repeat the requests of earlier iterations.
+  """Raised when a group must be dropped. The exception's argument is the reason: 'timeout' or
+  'straggler' if the group exceeded its time limits, 'diverged' if its workflow did not repeat the
+  requests of earlier iterations.
   """
 
 
@@ -70,8 +71,9 @@ class GroupRunner:
   Attributes:
     workflow: generates the samples.
     scorers: pool that scores the samples.
-    clock_decisions: number of tries to run a group that a time limit has ended, and of iterations
-      of partial rollouts that ended because there was no request or answer for too long.
+    clock_decisions: number of tries (runs of a group) that a time limit has ended, plus the number
+      of iterations of partial rollouts that ended because there was no request or answer for too
+      long.
   """
 
   def __init__(
@@ -149,8 +151,8 @@ class GroupRunner:
     return _TIMEOUT, limits.timeout_s
 
   async def _generate(self, order: GroupOrder, placed: Placed | None) -> AsyncIterator[Rollout]:
-    """Returns an iterator over the group's samples with their texts. With partial rollouts, first
-    waits until all samples are finished, since an unfinished group is not scored.
+    """Returns an iterator over the group's trajectories with their texts. With partial rollouts,
+    first waits until all trajectories are finished, since an unfinished group is not scored.
     """
     config = self._config
     rollouts = checked_run(

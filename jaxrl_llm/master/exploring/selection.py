@@ -67,7 +67,7 @@ class Experience:
 
   def step_rewards(self) -> list[tuple[float | None, tuple[float, ...]]]:
     """Returns (reward, rewards of turns) of each step. The trajectory's reward belongs to the last
-    step; the rewards of turns belong to the steps of these turns.
+    step; the reward of a turn belongs to the step that contains the turn.
     """
     rewards, turn_values = [], self.reward.turn_values
     for step in self.steps[:-1]:
@@ -102,7 +102,8 @@ class SelectionConfig:
   above: the samples with a reward of at least `min_reward`, as demonstrations (rejection sampling,
   as in DeepSeek-R1, arXiv:2501.12948, section 2.3.3).
 
-  The reward of a sample includes those of its turns. Of equal samples, the shortest is taken.
+  The reward of a sample includes those of its turns. Of samples with equal rewards, 'margin' and
+  'best' take the shortest.
   """
   pairs_per_group: int = 1
   longer_by: float = 1.5
@@ -183,7 +184,7 @@ def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Exper
 
 
 def _by_reward(config: SelectionConfig, members: Sequence[Experience]) -> list[Experience]:
-  """Selects scorable samples by their rewards alone: the kinds 'margin', 'best' and 'above'."""
+  """Implements `choose` for the kinds 'margin', 'best' and 'above', which ignore correctness."""
   if config.kind == 'above':
     return [_demonstration(m) for m in members if m.reward.total >= config.min_reward]
   best = min(members, key=lambda m: (-m.reward.total, m.response_len))
@@ -214,8 +215,8 @@ def sampled_tokens(members: Sequence[Experience]) -> int:
 
 
 EXPERIENCE = 'experience'
-"""Name of the store records that describe how a selected sample is trained on. Records with other
-names describe how the processor of that name changed a sample.
+"""Name of the store records that describe how a selected sample is trained on. Records of a
+processor's changes to a sample have the processor's name instead.
 """
 
 

@@ -50,7 +50,7 @@ class StartedGroup:
 
   stage: str
   number: int
-  """Number of the group in the order of its first start."""
+  """Number of the group. Groups are numbered from 0 in the order in which they first started."""
   task: Task
   visit: int
   size: int
@@ -63,7 +63,9 @@ class StartedGroup:
   """
   scored: float = 0.0
   last_batch: int = 0
-  """Index in the stage of the last batch that may train on the group within the gate's bound."""
+  """Last batch that may train on the group within the gate's bound, as an index within the
+  stage.
+  """
   waiting: Waiting | None = None
   """The group's samples if they wait for delayed rewards, otherwise None. The group is parked as
   long as it waits.
@@ -168,8 +170,8 @@ class StartedGroups:
 
   @property
   def candidates(self) -> list[Candidate]:
-    """Groups that may form the next batch. Parked groups, which are continued first, are not among
-    them.
+    """Groups that may form the next batch. Parked groups are not among them, because they must be
+    continued first.
     """
     return [
       Candidate(number, group.is_finished, group.last_batch)
@@ -188,8 +190,8 @@ class StartedGroups:
     """Continues the parked groups with the given numbers, and returns them.
 
     Args:
-      last_batch: last batch that they may be part of. It is computed as if they started now, so
-        that they stay within the gate's bound on staleness.
+      last_batch: last batch that may train on these groups. It is the same as for groups that start
+        now, which keeps the groups within the gate's bound on staleness.
     """
     groups = []
     for number in numbers:

@@ -59,8 +59,8 @@ class JudgeProcessorOptions(JudgeOptions):
   """
   action: Literal['drop', 'mask', 'shape'] = 'drop'
   """Treatment of samples by score. drop: samples with a score below `min_score` are removed; mask:
-  such samples count in the group's baseline but are not trained on; shape: reward ← reward + weight
-  · score.
+  samples with a score below `min_score` count in the group's baseline but are not trained on;
+  shape: reward ← reward + weight · score.
   """
   min_score: float = 0.5
   weight: float = 1.0

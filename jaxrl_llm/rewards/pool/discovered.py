@@ -2,10 +2,10 @@
 
 New addresses take effect in the same way as addresses in the file `scorers.json`.
 
-Invariant: all services that a scorer calls have the same fingerprint (digests of what they serve,
-such as a model, in their registry entries), because scores of two models must not be mixed. A
-service whose fingerprint differs from that of the scorer's first service is ignored and logged
-once.
+Invariant: all services that a scorer calls have the same fingerprint, because scores of two models
+must not be mixed. The fingerprint, a part of a service's registry entry, identifies by digests what
+the service serves, such as a model. A service whose fingerprint differs from that of the scorer's
+first service is ignored and logged once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxrl_llm.rewards.api import Discovers
 from jaxrl_llm.rewards.pool.live import Live
 
 SERVICES_DEADLINE_S = 900.0
-"""Maximum seconds that a run waits at its start for the services of scorers that discover them. The
-wait ends when each of these scorers has a service.
+"""Maximum seconds that a run waits at its start for services that its scorers discover. The wait
+ends when each scorer that discovers services has found one.
 """
 _LOOK_S = LOOK_S
 

@@ -21,7 +21,7 @@ from jaxrl_llm.core.files import parse_json, read_bytes
 FILE = 'scorers.json'
 """Name of the file in the run directory."""
 CHECK_S = 1.0
-"""Seconds between checks whether the file has changed."""
+"""Seconds between checks of the file for changes."""
 _MAX_BYTES = 1 << 20
 """Maximum file size in bytes."""
 

@@ -1,4 +1,4 @@
-"""Locks between scorer processes, without names in the file system.
+"""Locks that scorer processes share, without names in the file system.
 
 The locks that `multiprocessing` creates for a fork server are semaphores with names in /dev/shm. If
 the whole process tree is killed, nothing removes these semaphores.

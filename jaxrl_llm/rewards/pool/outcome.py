@@ -13,8 +13,8 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import Verdict
 
 MAX_SCORE = 1e9
-"""Maximum magnitude of a value, part or turn value. Within it, squares and sums over a batch stay
-finite in float32.
+"""Maximum magnitude of a value, part or turn value. It keeps squares and sums over a batch finite
+in float32.
 """
 
 
@@ -36,8 +36,8 @@ def checked(verdicts: Sequence[Verdict], count: int) -> tuple[Verdict, ...]:
   """Validates the verdicts of a scorer, and converts their contents to plain floats and JSON.
 
   Raises TypeError or ValueError if there are not exactly `count` verdicts, if one has a wrong type,
-  if a number is not finite or its magnitude exceeds `MAX_SCORE`, or if evidence is nested too
-  deeply.
+  if a number is not finite or its magnitude exceeds `MAX_SCORE`, or if evidence cannot be converted
+  to JSON or is nested too deeply.
   """
   if not isinstance(verdicts, Sequence):
     raise TypeError(

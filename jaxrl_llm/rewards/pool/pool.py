@@ -51,9 +51,9 @@ class ScorerPool:
   Attributes:
     counts: counters, keyed by name. Calls are counted by status, in total (`ok`, `timeout`,
       `error`, `crashed`) and for each scorer (`<scorer>/<status>`). `<scorer>/retried` counts the
-      calls that were repeated after a failure. `<scorer>/unscorable` and `<scorer>/zeroed` count
-      the attempts that got no value or the value 0 because the scorer failed, and
-      `<scorer>/dropped_groups` counts the groups that were dropped for this reason. `unscorable`
+      calls that were repeated after a failure. `<scorer>/unscorable`, `<scorer>/zeroed` and
+      `<scorer>/dropped_groups` count the attempts and groups to which the scorer's `on_failure` was
+      applied: attempts without a value, attempts with the value 0, and dropped groups. `unscorable`
       counts all values of None, and `breaks` counts how often all workers were restarted.
     delayed: scorers whose verdicts arrive later, keyed by name. The pool does not call them.
     by_trainer: names of the scorers that run in the trainer. The pool does not call them.
@@ -70,10 +70,10 @@ class ScorerPool:
     """
     Args:
       scorers: scorers, keyed by their names in `config`.
-      live: path of the file that reconfigures the pool during the run (`pool.live`); None if there
-        is no such file.
-      registry: registry of the run, for scorers that discover their services; None if there is
-        none.
+      live: path of the file that reconfigures the pool during the run (`pool.live`). If None, no
+        file is watched.
+      registry: registry of the run, for scorers that discover their services; None if the run has
+        no registry.
     """
     missing = [s.name for s in config.scorers if s.name not in scorers]
     if missing:
@@ -183,7 +183,7 @@ class ScorerPool:
 
   async def score(self, attempt: Attempt) -> tuple[Score, ...]:
     """Scores an attempt. Returns one Score for each per-sample scorer that applies to the task, in
-    configuration order.
+    configuration order. Delayed scorers and scorers that run in the trainer are left out.
     """
     chosen = self._in_force(attempt, per_group=False)
     if len(chosen) == 1:  # The usual case needs no further asyncio task.
@@ -242,7 +242,7 @@ class ScorerPool:
   def trainer_scores(self, attempt: Attempt, verdict: Verdict) -> tuple[Score, ...]:
     """Converts the verdict of the trainer's reward model on an attempt to Scores. Returns one Score
     for each scorer that runs in the trainer and applies to the task. A verdict without a value, or
-    with a value that is not finite, counts as a failure of the scorer.
+    with a value that is not finite or too large, counts as a failure of the scorer.
     """
     if verdict.value is None:
       outcome = CallOutcome(status=Status.ERROR, evidence=verdict.evidence)

@@ -7,9 +7,9 @@ owns it.
 
 Start-up: a fork server imports the libraries of the scorers once and forks each worker, so a killed
 worker is replaced in milliseconds. A process has only one fork server, with the libraries of the
-first pool. Workers of a later pool import the libraries that the fork server lacks when they start,
-before the deadline of a call begins. `multiprocessing` executes the top level of the main module in
-every new worker, so a launch script should keep its heavy imports under
+first pool. When workers of a later pool start, they import the libraries that the fork server
+lacks, before the deadline of a call begins. `multiprocessing` executes the top level of the main
+module in every new worker, so a launch script should keep its heavy imports under
 `if __name__ == '__main__':`.
 """
 
@@ -82,7 +82,7 @@ class Workers:
     Args:
       environment: environment variables that workers keep although their names suggest secrets.
       longest_s: longest call deadline of any scorer, in seconds.
-      counts: counters, of which `breaks` is incremented whenever all processes are restarted.
+      counts: counters. `breaks` is incremented whenever all processes are restarted.
     """
     self._scorers, self._memory_limit_bytes, self._longest_s = (
       dict(scorers),
@@ -97,7 +97,7 @@ class Workers:
     must not inherit them.
     """
     self.count, self._counts = count, counts
-    # There are two batches in flight for each worker, so a worker can start its next batch even if
+    # Up to two batches are in flight for each worker, so a worker can start its next batch even if
     # the event loop is busy elsewhere.
     self._queue = CallQueue(self._make, limit=2 * count)
     self._batches = 0
@@ -336,7 +336,7 @@ async def _started(pool: pebble.ProcessPool) -> list[str]:
   try:
     return await bounded(start(), name='scorers_start', **names, deadline_s=START_DEADLINE_S)
   except (WaitExpired, asyncio.CancelledError):
-    # Workers may finish their start after this; a thread stops them.
+    # The workers may still be starting, so a thread stops them.
     threading.Thread(target=_stop, args=(pool, 0.0), daemon=True).start()
     raise
 

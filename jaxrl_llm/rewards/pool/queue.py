@@ -42,7 +42,7 @@ class Call:
 
 
 class CallQueue:
-  """Gives calls to workers in batches, of which at most `limit` are in flight.
+  """Gives calls to workers in batches. At most `limit` batches are in flight.
 
   A batch has several calls only if the scorer's recent calls were so fast that the batch should
   take at most `BATCH_S`. If the worker dies or takes too long, each call of the batch is repeated
@@ -63,7 +63,7 @@ class CallQueue:
     self._alone: collections.deque[Call] = collections.deque()
     """Calls that must not share a batch. They precede those in `_waiting`."""
     self._seconds: dict[str, float] = {}
-    """Longest recent time of a call, keyed by scorer."""
+    """Longest recent duration of a call in seconds, keyed by scorer."""
     self._numbers = itertools.count()
     self._in_flight: set[asyncio.Task] = set()
     self._is_scheduled = False
@@ -125,7 +125,9 @@ class CallQueue:
     return max(1, min(MAX_BATCH, int(BATCH_S / max(longest, 1e-6))))
 
   async def _run(self, calls: Sequence[Call]) -> None:
-    """Makes the calls of a batch and passes on their outcomes, or the exception that ends them."""
+    """Makes the calls of a batch, and passes their outcomes or the exception to the callers. If the
+    calls must be repeated alone, queues them instead.
+    """
     try:
       outcomes = await self._make(calls)
     except Exception as error:

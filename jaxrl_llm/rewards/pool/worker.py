@@ -93,9 +93,8 @@ def _known_libraries() -> set[str]:
 def _built_in(scorer: Scorer | PerGroup) -> tuple[str, ...] | None:
   """Returns the names of the modules that a built-in scorer needs, or None for a user's scorer.
 
-  They are the scorer's own module and the scorer's libraries. The attribute `libraries` of the
-  scorer's options lists the libraries. If the options lack it, `LIBRARIES` of the scorer's module
-  does.
+  They are the scorer's own module and the libraries in the attribute `libraries` of the scorer's
+  options. If the options lack this attribute, the libraries are those in `LIBRARIES` of the module.
   """
   options: Any = None
   while isinstance(scorer, OverrunIsZero | PerGroup | functools.partial):

@@ -1,5 +1,5 @@
-"""Compares a program's outputs with the expected ones, outside the sandbox, and sums the
-results.
+"""Compares a program's outputs with the expected ones, outside the sandbox, and computes the
+weighted share of the tests that it passed.
 
 Invariant: the cost of a comparison is linear in the length of the two texts.
 """

@@ -3,7 +3,7 @@
 `tests` is a list of statements, a text that defines `check`, or a list of `{stdin, stdout}`. Each
 statement may be an object `{test, weight}`. Tests with `stdin` may have a `weight`, a `tolerance`,
 and limits `cpu_s` and `memory_mib` of their own. The row's `tolerance` and `limits` apply to tests
-that have none, and its `checker` is a program that judges the outputs.
+that have none. The row's `checker` is a program that judges the outputs.
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ _GRACE_S = 15.0
 MAX_WEIGHT = 1e6
 """Maximum weight of a test."""
 _CHECKING = 0.2
-"""Fraction of a program's wall-clock limit that is reserved for its checker."""
+"""Fraction of a program's wall-clock limit that is reserved for its checker. The same fraction is
+reserved for running the checker on expected outputs if it has failed.
+"""
 
 
 class SandboxError(RuntimeError):
@@ -194,8 +196,8 @@ class Stop:
 
   @contextlib.contextmanager
   def ends(self, connection: socket.socket) -> Iterator[None]:
-    """Within the block, a call of this object's method `set` ends the sandbox whose control socket
-    is `connection`.
+    """Makes a call of `set` end the sandbox whose control socket is `connection`, while the block
+    runs.
 
     Raises SandboxError if `set` was called before the block began.
     """
@@ -315,7 +317,8 @@ class Sandboxes:
     replies = self._ask_checker(checker, questions, stop)
     failed = [number for number, (credit, _) in enumerate(replies) if credit is None]
     if failed:
-      # The earlier cases are checked again too, because they used part of the checker's time.
+      # Check the earlier cases again too, so that each failed case is left with about as much of
+      # the checker's time as in the first run.
       expected = [
         {**question, 'actual': question['expected']} for question in questions[: failed[-1] + 1]
       ]
@@ -380,7 +383,7 @@ class Sandboxes:
     stop: Stop | None = None,
     weights: Sequence[float] = (),
   ) -> ProgramOutcome:
-    """Runs the program, then its tests in order, all in one namespace.
+    """Runs the program, then its tests in order. The tests share one namespace.
 
     A test passes if it raises no exception. Without `weights`, all tests weigh the same.
     """

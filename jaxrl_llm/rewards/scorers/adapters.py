@@ -306,8 +306,8 @@ class UnknownTokens(Sequence):
 
 
 def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[Json]]:
-  """Returns the rows' fields as columns in TRL's form: for each field, a list with one element per
-  completion.
+  """Returns the rows' fields and the truths as columns in TRL's form: for each, a list with one
+  element per completion.
   """
   names = dict.fromkeys(name for attempt in attempts for name in attempt.task.fields)
   kept = [name for name in names if name not in ('prompt', 'completion', 'completion_ids')]

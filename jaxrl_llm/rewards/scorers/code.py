@@ -43,8 +43,8 @@ class CodeOptions(DiscoveringOptions):
   isolation: Isolation = 'auto'
   """Isolation of programs that run on this machine."""
   libraries: tuple[Library, ...] = ()
-  """Libraries that programs may import besides the standard library. They are loaded once, before
-  programs start, and must be installed where the programs run.
+  """Libraries that programs may import besides the standard library. They are loaded before a
+  program starts, and must be installed where the programs run.
   """
   wall_s: float = Limits.wall_s
   """Wall-clock limit in seconds for a program with all of its tests.
@@ -63,8 +63,8 @@ class CodeOptions(DiscoveringOptions):
   tmp_mib: int = Limits.tmp_mib
   output_kib: int = Limits.output_kib
   cpu_factor: float = 1.0
-  """Factor by which the time limits stated by tests are multiplied, because data sets often state
-  the times of compiled programs.
+  """Factor by which the time limits stated by tests are multiplied. Data sets often state limits
+  for compiled programs, which run faster than Python.
   """
 
   def __post_init__(self):
@@ -158,7 +158,7 @@ def _stands_alone(tree: ast.Module) -> bool:
 def program_of(completion: str, prompt: str) -> str | None:
   """Extracts the program from a completion. Returns None if the program is blank.
 
-  The program is the last fenced block of the answer after the thoughts, or the whole answer if
+  The program is the block that `fenced` finds in the text after the thoughts, or this whole text if
   there is no such block. Code in the prompt is put before the program in two cases: if the program
   does not parse without it, as an indented function body does not, or if the code in the prompt is
   itself complete and defines or imports something. In both cases, the two together must parse.

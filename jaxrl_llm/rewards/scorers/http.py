@@ -63,13 +63,15 @@ def is_number(value: Any) -> bool:
 def _with_steps(
   verdict: Verdict, answer: Mapping[str, Json], steps: str | None, turns: int
 ) -> Verdict:
-  """Returns the verdict with the step values of the response taken into account.
+  """Adds the response's step values to the verdict's evidence, and computes the value or the values
+  of turns from them as the option `steps` requires.
 
   Args:
+    steps: how step values are used; see `EndpointOptions.steps`.
     turns: number of the policy's turns.
 
-  Raises Malformed if step values are missing or not finite, or if their number differs from the
-  number of turns although one per turn is required.
+  Raises Malformed if `steps` is set and there are no step values, if they are not finite numbers,
+  or if their number differs from the number of turns although one per turn is required.
   """
   values = answer.get('step_values')
   if values is None and steps is None:
@@ -152,8 +154,8 @@ class Endpoint(ServiceClient):
 
 
 def http_scorer(**options: Any) -> Awaited:
-  """Posts each attempt to an HTTP endpoint, which responds with its value. The options are
-  `EndpointOptions`.
+  """Posts each attempt to an HTTP endpoint, which responds with the attempt's value. The options
+  are `EndpointOptions`.
   """
   read = from_json(dict(options), EndpointOptions, "options of scorer 'http'")
   read.check("scorer 'http'")

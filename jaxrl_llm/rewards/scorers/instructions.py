@@ -35,8 +35,8 @@ _OWN_SCRIPTS = {
 a script are not distinguished.
 """
 _MAIN = 0.5
-"""Minimum share of a text's words that must be in a language for the text to count as that
-language.
+"""Minimum share of a text's words that must be in a language for the text to count as written in
+that language.
 """
 _END = re.compile(r'[.!?。！？]["\'”’)\]]*(?=\s|$)|[。！？]')
 _ABBREVIATIONS = frozenset({
@@ -301,7 +301,8 @@ def _argument(value: Json, wanted: str) -> Any:
 def read_instructions(fields: Mapping[str, Json]) -> list[tuple[str, Callable[[str], bool]]]:
   """Returns (id, function that checks a text) for each instruction of a row.
 
-  Raises ValueError if there are no instructions, or if one is unknown or lacks an argument.
+  Raises ValueError if there are no instructions or too many, or if one is unknown or has a missing
+  or invalid argument.
   """
   ids, arguments = fields.get('instruction_id_list'), fields.get('kwargs')
   if not isinstance(ids, Sequence) or isinstance(ids, str) or not 0 < len(ids) <= _MAX_INSTRUCTIONS:
@@ -326,8 +327,8 @@ def read_instructions(fields: Mapping[str, Json]) -> list[tuple[str, Callable[[s
 
 
 def loosened(text: str) -> list[str]:
-  """Returns the additional variants of a text that IFEval's loose criterion accepts: the text
-  without its first line, its last line or both, and each variant without asterisks.
+  """Returns the variants of a text to which IFEval's loose criterion is applied: the text itself,
+  the text without its first line, its last line or both, and each of these without asterisks.
   """
   lines = text.split('\n')
   kept = [lines, lines[1:], lines[:-1], lines[1:-1]]
@@ -338,8 +339,8 @@ def loosened(text: str) -> list[str]:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InstructionsOptions:
   credit: Literal['all', 'fraction'] = 'all'
-  """all: the value is 1 if the completion follows every instruction, otherwise 0; fraction: the
-  value is the share of instructions that the completion follows.
+  """Value of a completion. all: 1 if the completion follows every instruction, otherwise 0;
+  fraction: the share of instructions that the completion follows.
   """
   loose: bool = False
   """Whether an instruction also counts as followed if a variant of the completion follows it, such
@@ -370,7 +371,7 @@ def score_instructions(attempt: Attempt, *, options: InstructionsOptions) -> Ver
 
 
 def instructions_scorer(**options: Any) -> Scorer:
-  """Checks verifiable instructions (IFEval) in the completion; the options are
+  """Scores whether the completion follows verifiable instructions (IFEval). The options are
   `InstructionsOptions`.
   """
   read = read_options(InstructionsOptions, options, 'instructions')

@@ -11,11 +11,12 @@ deterministic and need no model:
    In other scripts, a single letter is not a word, since it is usually a variable (`x`) or the
    label of an option (`A`). Digits and signs are not words either.
 3. A word belongs to a language that uses its script. If several supported languages use the
-   script, the sentence decides. It ends at a full stop or at the end of the line. Latin words
-   belong to the language whose function words are most frequent in the sentence; if there is a tie,
-   they belong to the target language. Han characters are Japanese in a sentence with kana and
-   Chinese in a sentence without kana. If a sentence has fewer than five Han characters and no kana,
-   the characters count as either language.
+   script, the sentence decides. A sentence ends at a full stop, an exclamation mark or a question
+   mark, or at the end of the line. Latin words belong to the language whose function words are
+   most frequent in the sentence; if there is a tie, they belong to the target language. Han
+   characters are Japanese in a sentence with kana and Chinese in a sentence without kana. If a
+   sentence has fewer than five Han characters and no kana, the characters count as either
+   language.
 
 A text without words scores 0.
 """

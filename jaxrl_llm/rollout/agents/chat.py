@@ -1,6 +1,6 @@
 """Requests and responses of the OpenAI chat-completions protocol.
 
-Requests come from third-party agents, so everything in them is checked. An unreadable request
+Requests come from third-party agents, so every field that is used is checked. An unreadable request
 raises a `Refusal`, which the agent's client reports as an API error.
 """
 
@@ -114,8 +114,8 @@ def read_request(body: Mapping[str, Json], sampling: Sampling) -> ChatRequest:
 
 
 def read_message(where: str, item: Json) -> ChatMessage:
-  """Returns a message with only the keys that chat templates read, and with parsed arguments of its
-  tool calls. Raises Refusal if the message is malformed.
+  """Returns a message with only the keys that chat templates read. JSON arguments of its tool calls
+  are parsed, and the role 'developer' becomes 'system'. Raises Refusal if the message is malformed.
   """
   if isinstance(item, Mapping) and item.get('role') == 'assistant' and not _says(item):
     return {'role': 'assistant', 'content': ''}

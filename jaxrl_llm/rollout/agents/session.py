@@ -54,7 +54,7 @@ the sample is not trained on.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-  """Limits on the requests of agents."""
+  """How a session answers the requests of its agent."""
 
   sampling: Sampling
   parser: Parser | None
@@ -76,7 +76,7 @@ class _Message(NamedTuple):
   """A message of the conversation."""
 
   agent: ChatMessage
-  """The message in the form in which the agent sent it."""
+  """The message in the form in which the agent sends or receives it."""
   policy: ChatMessage
   """The message as the chat template renders it."""
 
@@ -89,7 +89,7 @@ class Session:
       session has not failed.
     exclusion: reason why the sample is unscorable although the session continues; empty if there is
       none.
-    over: limit of the run that ended the trajectory; None if no limit was reached.
+    over: exception for the run's limit that ended the trajectory; None if no limit was reached.
     is_unreadable: whether the tokenizer, the chat template or the engine has rejected a prompt.
     has_reward: whether the agent has posted a reward.
   """
@@ -150,7 +150,9 @@ class Session:
     return _Message(message, message)
 
   def reward(self, body: Mapping[str, Json]) -> None:
-    """Adds a reward for the policy's last turn. Raises Refusal if it is malformed."""
+    """Adds a reward for the policy's last turn. Raises Refusal if the reward is malformed, if there
+    is no turn yet, or if agents do not post rewards.
+    """
     if not self._options.takes_reward:
       raise Refusal(
         400,
@@ -178,8 +180,8 @@ class Session:
     self.has_reward = True
 
   async def close(self) -> None:
-    """Ends a call in flight, which makes the sample unscorable. If a call has failed with an error
-    that the agent did not cause, raises that error.
+    """Closes the session. If a call is in flight, ends the call and makes the sample unscorable. If
+    a call has failed with an error that the agent did not cause, raises that error.
     """
     self._is_closed = True
     if self._is_acting:
@@ -229,7 +231,7 @@ class Session:
     self.failure = self.failure or reason
 
   def _check_able(self) -> None:
-    """Raises Refusal if the session has ended or failed."""
+    """Raises Refusal if the session has ended, failed or reached a limit of the run."""
     if self._is_closed:
       raise Refusal(400, 'the session has ended')
     if self._error is not None:

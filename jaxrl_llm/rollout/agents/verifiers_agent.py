@@ -1,21 +1,21 @@
-"""Agent that plays an environment of the library verifiers (0.4: `verifiers.v1`).
+"""Agent that plays an environment of the library verifiers, version 0.4 (`verifiers.v1`).
 
   python verifiers_agent.py --env=CONFIG --export=FILE.jsonl [--limit=N]
   python verifiers_agent.py --env=CONFIG [--seat=NAME]
 
 The agent runs in a Python installation that has verifiers. The packages there may differ from the
-trainer's, so the agent imports nothing from jaxrl_llm. CONFIG is JSON as in verifiers' own `[env]`
-block, or just the id of a taskset.
+trainer's, so the agent imports nothing from jaxrl_llm. CONFIG is a JSON object with the keys of
+verifiers' own `[env]` block, or just the id of a taskset.
 
 The first form writes the tasks as rows of a taskset, with the fields `prompt`, `system` and `idx`.
 The second form is the command of the workflow `external`, with the options `reward: 'agent'` and
 `with_truth: true`. It plays the task whose `idx` is in the environment variable JAXRL_TASK:
-verifiers runs the episode with its own harness, which calls the run's recording proxy, and scores
-the episode. An episode of verifiers has one trace for each of its agents (seats). The reward of the
-trained seat's trace is posted, with the reward's components as evidence.
+verifiers runs and scores the episode, and its harness calls the run's recording proxy. An episode
+of verifiers has one trace for each of its agents (seats). The reward of the trained seat's trace is
+posted, with the reward's components as evidence.
 
-If an episode or its scoring fails, the exit code is 1 and the last line says why, so that the
-sample is unscorable.
+If an episode or its scoring fails, the exit code is 1, which makes the sample unscorable, and the
+last line on stderr has the reason.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import Any
 MODEL = 'policy'
 """Name of the model in requests. The proxy answers requests for any name with the policy."""
 _POST_S = 60.0
-"""Maximum seconds to post a reward."""
+"""Maximum seconds for one attempt to post a reward."""
 
 
 class Failed(Exception):
-  """The episode has no reward. The message is one line."""
+  """The tasks cannot be exported, or the episode has no reward."""
 
 
 def _environment(text: str) -> Any:
@@ -58,7 +58,7 @@ def _rows(tasks: Any, limit: int | None) -> Any:
 
 
 def _index() -> int:
-  """Returns the index of the run's task."""
+  """Returns the field `idx` of the task in JAXRL_TASK."""
   index = json.loads(os.environ['JAXRL_TASK']).get('fields', {}).get('idx')
   if not isinstance(index, int) or isinstance(index, bool):
     raise Failed(
@@ -69,7 +69,7 @@ def _index() -> int:
 
 
 async def _played(environment: Any, index: int) -> Any:
-  """Plays the task of this index, and returns the episode."""
+  """Plays the task with this index, and returns the episode."""
   from verifiers.v1.clients import ModelContext
   from verifiers.v1.configs.client import EvalClientConfig
   from verifiers.v1.env import RunSlot
@@ -83,8 +83,9 @@ async def _played(environment: Any, index: int) -> Any:
 
 
 def _reward(episode: Any, seat: str | None) -> dict[str, Any]:
-  """Returns the body of the request that posts the reward: the reward of the trained seat's trace
-  as `value`, and as evidence its components, each as [score, weight], and the trace's metrics.
+  """Returns the body of the request that posts the reward. `value` is the reward of the trained
+  seat's trace. The evidence has the reward's components, each as [score, weight], and the trace's
+  metrics.
   """
   problems = [error for part in (episode, *episode.traces) for error in part.errors]
   if problems:
@@ -102,7 +103,7 @@ def _reward(episode: Any, seat: str | None) -> dict[str, Any]:
 
 
 def _post(body: dict[str, Any]) -> None:
-  import openai  # verifiers requires it. It reads address and key from the environment.
+  import openai  # Installed with verifiers. Its client reads URL and key from the environment.
 
   with openai.OpenAI(timeout=_POST_S) as client:
     client.post('/reward', body=json.loads(json.dumps(body, default=str)), cast_to=object)

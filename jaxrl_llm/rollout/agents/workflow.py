@@ -42,8 +42,8 @@ _MAX_CALLS = 8
 steps.
 """
 _TRIES = 3
-"""Maximum number of times that an agent is started if it keeps ending before its first call to the
-policy.
+"""Maximum number of times that an agent is started if it keeps ending before the policy's first
+answer.
 """
 _GRACE_S = 2.0
 """Seconds between SIGTERM and SIGKILL for an agent."""
@@ -52,7 +52,7 @@ _LOG_BYTES = 4_000_000
 kept.
 """
 _TAIL = 20
-"""Number of lines of a failed agent's output in the log."""
+"""Number of lines at the end of a failed agent's output that are logged."""
 
 
 class ExternalAgent(Episodes):
@@ -60,9 +60,11 @@ class ExternalAgent(Episodes):
   chat-completions protocol.
 
   The command gets the environment variables `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `JAXRL_TASK`
-  (its task). Exit code 0 ends the episode; any other exit code makes the sample unscorable. A call
-  that does not extend the previous conversation starts a new step of the trajectory. The episode's
-  reward has the parts `agent_calls` and `agent_refused`, the numbers of calls and refused requests.
+  (its task). Exit code 0 ends the episode; any other exit code makes the sample unscorable, unless
+  a limit of the run has ended the episode. An agent that keeps ending before the policy's first
+  answer ends the run. A call that does not extend the previous conversation starts a new step of
+  the trajectory. The episode's reward has the parts `agent_calls` and `agent_refused`, the numbers
+  of calls and refused requests.
   """
 
   def __init__(
@@ -92,8 +94,8 @@ class ExternalAgent(Episodes):
       turn_tokens: maximum number of tokens of a turn. If None, a turn may use all tokens that the
         episode has left, unless the agent asks for fewer.
       with_truth: whether the agent's task contains the reference answer and the row's fields.
-      deadline_s: maximum seconds for an agent. An agent that takes longer is killed, and its sample
-        is unscorable.
+      deadline_s: maximum seconds that an agent may run. An agent that takes longer is killed, and
+        its sample is unscorable, unless a limit of the run has ended the episode.
       concurrency: maximum number of agents of this workflow that run at a time. The master's
         process has one workflow; an explorer process has one for each group that it holds.
     """
@@ -189,8 +191,8 @@ class ExternalAgent(Episodes):
         await closing.aclose()
 
   async def _played_by_agent(self, episode: Episode, session: Session) -> str:
-    """Runs an agent until it ends. Returns an error message of one line, or an empty string if
-    there was no error.
+    """Runs an agent until it ends or exceeds its deadline. Returns an error message of one line, or
+    an empty string if there was no error.
     """
     async with self._proxy.open(session) as key:
       log = self._folder / f'{key}.log'
@@ -233,7 +235,7 @@ def task_json(task: Task, *, with_truth: bool) -> str:
   """Returns a task as JSON for an agent. Raises RunError if it is too long.
 
   Args:
-    with_truth: whether to include the reference answer, and the row, which may contain it.
+    with_truth: whether to include the reference answer and the row's fields, which may contain it.
   """
   fields: dict[str, Json] = {
     'uid': task.uid,

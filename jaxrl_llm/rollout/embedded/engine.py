@@ -1,10 +1,10 @@
 """Embedded engine: samples in the trainer's process, with continuous batching over a fixed number
 of decode slots.
 
-Invariant: other requests affect when a token is sampled, but never which token is sampled. The
-padded length of a prompt (its bucket) and the number of decoded rows depend only on the request and
-the configuration. The random numbers depend only on the seed, the request, the sample index and the
-token position.
+Invariant: as long as the weights stay the same, other requests affect when a token is sampled, but
+never which token is sampled. The padded length of a prompt (its bucket) and the number of decoded
+rows depend only on the request and the configuration. The random numbers depend only on the seed,
+the request, the sample index and the token position.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EmbeddedConfig:
   """Number of prompts prefilled at a time."""
   prefill_buckets: tuple[int, ...] = ()
   """Lengths in tokens to which prompts are padded. Each length has its own compiled program. If
-  empty, the lengths are powers of two from 16 up to the length of the longest sequence.
+  empty, the lengths are powers of two from 16, capped at the length of the longest sequence.
   """
   decode_steps: int = 16
   """Maximum number of decode steps in one device call. A step samples one token in each slot, or
@@ -87,8 +87,8 @@ class EmbeddedConfig:
 
 
 def plan_buckets(buckets: tuple[int, ...], *, max_length: int) -> tuple[int, ...]:
-  """Returns the padded prompt lengths (buckets) in ascending order, without duplicates and at most
-  `max_length` each. If `buckets` is empty, powers of two from 16 are used.
+  """Returns the padded prompt lengths (buckets) in ascending order and without duplicates. Lengths
+  above `max_length` are reduced to it. If `buckets` is empty, powers of two from 16 are used.
   """
   # Prefill omits the prompt's last token, and at least one token is sampled after the prompt.
   # Hence at most max_length - 2 tokens are prefilled.
@@ -141,7 +141,8 @@ class EmbeddedEngine:
         engine's weights, activations and KV cache.
       max_length: length of the longest sequence in tokens, including its prompt.
       seed: seed of all sampling, combined with each request's key.
-      run: calls `function(*args, **kwargs)` on the process's device thread and returns the result.
+      run: calls its first argument with the others on the process's device thread, and returns the
+        result.
       name: name in segments and messages.
       device: device of the engine. If None, the first device of this process is used.
     """
@@ -149,7 +150,7 @@ class EmbeddedEngine:
     self.counts: collections.Counter[str] = collections.Counter()
     """Totals since the start: prefill_calls, prefilled_prompts, decode_calls, decode_steps,
     slot_steps (steps summed over the slots that sampled), tokens, drafted and accepted (tokens of
-    speculative decoding), completions, and discarded (tokens of completions that no caller has
+    speculative decoding), completions, and discarded (tokens of finished completions that no caller
     received).
     """
     self._taken: collections.Counter[str] = collections.Counter()
@@ -202,10 +203,10 @@ class EmbeddedEngine:
     return self._scheduler.free_slots
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns the metrics since the last call: the numbers of tokens that were sampled and that
-    were discarded and, with speculative decoding, the share of accepted draft tokens and the number
-    of tokens per slot and step. The metric `open` is the number of sampled tokens that are in
-    unfinished or undelivered completions now. Undefined metrics are omitted.
+    """Returns the metrics since the last call: the numbers of sampled and of discarded tokens and,
+    with speculative decoding, the share of drafted tokens that were accepted and the number of
+    tokens per slot and step. The metric `open` is the number of sampled tokens that are in
+    unfinished or undelivered completions now. Ratios without data are omitted.
     """
     totals = self.counts + collections.Counter(discarded=self._scheduler.discarded)
     since, self._taken = totals - self._taken, totals

@@ -47,13 +47,15 @@ class Slots(NamedTuple):
   stop_ids: Int32[Array, 'slots stops']
   """Stop tokens, padded with -1."""
   history: Int32[Array, 'slots length']
-  """Tokens of the sequence before `token`, from which speculative decoding drafts. The first
-  `position` entries are valid; the others are arbitrary.
+  """Tokens of the sequence before `token`. Only speculative decoding reads and updates them. With
+  it, the first `position` entries are valid, and the others are arbitrary.
   """
 
 
 class Prefilled(NamedTuple):
-  """Prompts without their last tokens, padded with zeros to the length of a bucket."""
+  """Sequences without their last tokens, padded with zeros to the length of a bucket, and the
+  sequences' keys and values.
+  """
 
   cache: Cache
   tokens: Int32[Array, 'rows bucket']
@@ -473,8 +475,8 @@ def _draw_window(
   *,
   filtered: bool,
 ) -> Draw:
-  """Samples the token after each token of the windows, which start at the slots' newest tokens.
-  Both fields of the result have the shape [slots, width].
+  """Samples the token after each token of the slots' windows. A window consists of a slot's newest
+  token and the drafts after it. Both fields of the result have the shape [slots, width].
   """
   slots, width = hidden.shape[:2]
   logits = jax.lax.dot_general(

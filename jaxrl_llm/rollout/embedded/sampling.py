@@ -6,9 +6,9 @@ other rows, the row's index, or earlier calls. A token of probability zero is ne
 
 Sampling inverts the cumulative distribution in two levels. The first selects a block of the
 vocabulary, the second selects a token within the block, and each needs one uniform random number.
-The Gumbel trick would need one random number for every token of the vocabulary. On a CPU, the two
-levels are 20 times as fast as the Gumbel trick for a vocabulary of 32k tokens, and 2.7 times as
-fast for a vocabulary of 32 tokens.
+The Gumbel trick would need one random number for every token of the vocabulary. On a CPU, inversion
+is 20 times as fast as the Gumbel trick for a vocabulary of 32k tokens, and 2.7 times as fast for a
+vocabulary of 32 tokens, which is a single block.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def draw_filtered(
   temperature-scaled distribution, and top-p considers only the tokens that top-k kept.
 
   Tokens tied with the last kept token are kept too. Logprobs are computed under the filtered and
-  renormalised distribution. The threshold of each filter is found by a bitwise search, which passes
-  over the row 32 times. For a vocabulary of 32k tokens, this is 8 times as fast as a sort.
+  renormalised distribution. Greedy rows are not filtered. The threshold of each filter is found by
+  a bitwise search, which passes over the row 32 times. For a vocabulary of 32k tokens, this is 8
+  times as fast as a sort.
 
   Args:
     logits: as in `draw`.

@@ -2,8 +2,9 @@
 neither a device nor a clock.
 
 Invariants: requests start in order of arrival, except that a later request may share the prefill of
-an earlier request with the same bucket (padded prompt length). No slot stays free while an eligible
-sample waits. Requests that need different decode programs are never decoded together.
+an earlier request with the same bucket (padded prompt length). Requests that need different decode
+programs (with and without top-k and top-p) are never decoded together. A turn leaves a slot free
+only if no sample waits, or if the next waiting request needs the other program.
 """
 
 from __future__ import annotations

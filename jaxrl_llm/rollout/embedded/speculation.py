@@ -54,7 +54,7 @@ def propose(
   history: Int32[Array, 'rows length'], position: Int32[Array, 'rows'], config: SpeculationConfig
 ) -> tuple[Int32[Array, 'rows drafted'], Bool[Array, 'rows']]:
   """Drafts the `config.tokens` tokens that follow each row's newest token. Returns (drafts, whether
-  a row has a draft). The drafts of a row without one are arbitrary tokens of its history.
+  each row has a draft). In a row that has none, the drafts are arbitrary tokens of its history.
 
   The copied range may overlap the draft, as in LZ77, so a repeated pattern is continued even if it
   is shorter than the draft.

@@ -29,8 +29,8 @@ _overdue: set[threading.Thread] = set()
 
 
 class CallFailed(Exception):
-  """A call raised an exception, which is the cause, or exceeded its deadline. The message is one
-  line.
+  """A call raised an exception, which is this exception's `__cause__`, or exceeded its deadline, or
+  was not started because too many earlier calls hang. The message is one line.
   """
 
 
@@ -76,8 +76,8 @@ async def _result(call: Callable[[], Awaitable[Any]], deadline_s: float) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _free_threads(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
-  """Returns the event loop's semaphore that limits the calls running in threads. A call acquires it
-  while it runs in a thread.
+  """Returns the event loop's semaphore that limits the calls running in threads. A call holds the
+  semaphore while it runs in a thread.
   """
   return asyncio.Semaphore(MAX_THREADS)
 

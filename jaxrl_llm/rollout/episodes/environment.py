@@ -26,15 +26,16 @@ class Environment(Protocol):
   """Environment of one episode. Each episode has its own environment, and many are open at a time.
 
   A method may be a plain function instead of a coroutine function. Calls of plain functions run in
-  threads, so they may block; coroutine functions must not block. The calls of one environment never
-  overlap.
+  threads, so they may block; coroutine functions must not block. The calls of one environment do
+  not overlap, with one exception: `close` may be called while a plain function that has exceeded
+  its deadline is still running.
   """
 
   async def reset(self, task: Task) -> str | Sequence[ChatMessage] | None:
     """Begins an episode. Returns the first observation, or None if the task's prompt is the first
-    observation. Its tokens count towards `rollout.max_prompt_length`. Tasks are selected by the
-    length of their own prompt; if the first observation makes the prompt too long, the sample is
-    unscorable.
+    observation. The tokens of the first observation count towards `rollout.max_prompt_length`.
+    Tasks are selected by the length of their own prompt; if the first observation makes the prompt
+    too long, the sample is unscorable.
 
     A UserError ends the run, because the configuration is at fault. Any other exception makes the
     sample unscorable.

@@ -38,8 +38,8 @@ class EnvironmentFailed(Exception):
 
 @functools.lru_cache(maxsize=16)
 def _free_places(loop: asyncio.AbstractEventLoop, name: str, concurrency: int) -> asyncio.Semaphore:
-  """Returns the semaphore that limits the open environments of this name, over all workflows of the
-  process's event loop.
+  """Returns the semaphore that limits the open environments of this name. All workflows on the
+  event loop share the semaphore.
   """
   return asyncio.Semaphore(concurrency)
 
@@ -47,9 +47,10 @@ def _free_places(loop: asyncio.AbstractEventLoop, name: str, concurrency: int) -
 class EnvironmentWorkflow(Episodes):
   """Workflow in which the policy acts in an environment until the episode is done.
 
-  If a call of the environment exceeds its deadline or raises an exception, or if an observation has
-  no tokens or cannot be encoded, the sample is unscorable, because the policy is not at fault. A
-  `UserError` raised by `reset` ends the run, because the configuration is at fault.
+  If a call of the environment exceeds its deadline, raises an exception or returns an invalid
+  reward, or if an observation from the environment has no tokens or cannot be encoded, the sample
+  is unscorable, because the policy is not at fault. A `UserError` raised by `reset` ends the run,
+  because the configuration is at fault.
   """
 
   def __init__(
@@ -79,7 +80,7 @@ class EnvironmentWorkflow(Episodes):
         token.
       history: how messages are rendered if the chat template renders earlier turns differently from
         the tokens so far: 'keep' or 'template'. See `episode.History`.
-      deadline_s: maximum seconds for each call of an environment.
+      deadline_s: maximum seconds for each call of an environment's `reset` or `step`.
       concurrency: maximum number of environments that are open at a time in this process.
     """
     super().__init__(hub, tokenizer, max_tokens=max_tokens, history=history)
@@ -159,7 +160,7 @@ class EnvironmentWorkflow(Episodes):
         )
 
   async def _fail_before_the_first_turn(self, episode: Episode, error: str) -> None:
-    """Makes an episode unscorable that failed before it had a prompt."""
+    """Gives an episode that failed before its first turn a completion, and makes it unscorable."""
     logging.log_first_n(logging.WARNING, 'task %s: %s', 5, episode.task.uid, one_line(error))
     await act_blindly(episode)
     episode.fail(error)

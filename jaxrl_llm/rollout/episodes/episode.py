@@ -81,9 +81,7 @@ class UnreadableObservation(RunError):
 
 
 class InvalidReward(RunError):
-  """A reward or count is not a number within the limits, or the evidence of a reward is not JSON
-  within the limits.
-  """
+  """A reward, its evidence or a count is malformed or exceeds the limits; see `check_limits`."""
 
 
 class PromptTooLong(Exception):
@@ -110,7 +108,7 @@ class _Prompt(NamedTuple):
   tokens: Sequence[int]
   """Tokens of the new observations, or of the whole prompt of a new step."""
   text: str
-  """Text of these tokens; empty for raw text and tokens."""
+  """Text of these tokens; empty if an observation is raw text or tokens."""
   messages: list[ChatMessage]
   """The conversation, including the new messages."""
   begins_step: bool
@@ -191,8 +189,9 @@ class Episode:
     return self._room_of(len(step) - step.response_len) - step.response_len
 
   def _room_of(self, prompt_len: int) -> int:
-    """Returns the maximum number of tokens after the prompt of a step. No step may be longer in
-    total than the first step may be.
+    """Returns the maximum number of tokens of a step after its prompt. This is less than
+    `max_tokens` if the prompt is longer than that of the first step, because all steps have the
+    same maximum total length.
     """
     first = self._recordings[0] if self._recordings else None
     first_len = prompt_len if first is None else len(first) - first.response_len
@@ -340,7 +339,9 @@ class Episode:
       self._evidence.clear()
 
   async def score(self) -> Reward:
-    """Scores the last turn with the run's scorers. The reward is returned and not stored."""
+    """Scores the episode so far with the run's scorers, which receive the last turn as the
+    completion. The reward is returned and not stored.
+    """
     return await self.hub.score(self._rollout().attempt(self.task))
 
   def end(self, *, finish: Finish | None = None) -> Rollout:
@@ -431,8 +432,8 @@ class Episode:
       tokens = [token for part in self._pending for token in self._encoded(part)]
       return _Prompt(tokens, '', self._messages, self._restarts)
     messages = [*self._messages, *(message for part in self._pending for message in part)]
-    # If another process renders the template, that process may be slow or hang, so a thread waits
-    # for it.
+    # If another process renders the template, a thread waits for that process, which may be slow or
+    # hang.
     if self.tokenizer.renders_elsewhere:
       whole = await asyncio.to_thread(self._render, messages)
     else:
@@ -514,8 +515,8 @@ class Episode:
 def response_text(tokenizer: Tokenizer, sample: Sample) -> str:
   """Returns the text of the policy's last turn in a sample, in the form of `Turn.text`."""
   others = np.flatnonzero(sample.role != Role.POLICY)
-  # The last turn may end with an end token even if a limit ended the episode, regardless of the
-  # sample's finish reason.
+  # If a limit ended the episode, the sample's finish reason names the limit, but the last turn may
+  # still end with an end token.
   return completion_text(tokenizer, sample.tokens[others[-1] + 1 :], Finish.STOP)
 
 

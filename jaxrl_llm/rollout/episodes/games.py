@@ -24,7 +24,8 @@ class GymnasiumGame:
 
   The first prompt consists of the task's prompt and the first observation. An observation that is
   not text is rendered if `make` sets `render_mode='ansi'`, and otherwise converted with `str`. The
-  environment is seeded with the task, so all samples of a group begin in the same state.
+  environment's seed is the task's field `seed` or, if there is none, a number derived from the
+  task. Hence all samples of a group begin in the same state.
   """
 
   def __init__(
@@ -170,7 +171,9 @@ GAMES: Mapping[str, Callable[..., GymnasiumGame | TextWorldGame]] = {
   'gymnasium': GymnasiumGame,
   'textworld': TextWorldGame,
 }
-"""Environments of other libraries, keyed by the part of their name before the colon."""
+"""Environment classes for other libraries, keyed by the part of an environment's name before the
+colon.
+"""
 
 
 def with_first_observation(task: Task, observation: str) -> Sequence[ChatMessage]:

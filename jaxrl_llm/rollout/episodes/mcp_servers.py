@@ -1,7 +1,8 @@
 """MCP servers whose tools the policy may call, through the official client (package `mcp`).
 
-Invariant: a server has at most one open session in this process. Each session runs in an asyncio
-task; when the task ends, the client also ends the server processes that it started.
+Invariant: apart from sessions that are closing, a server has at most one session in this process.
+Each session runs in an asyncio task; when the task ends, the client also ends the server processes
+that it started.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _CLOSE_S = 15.0
 _PROBE_S = 5.0
 """Maximum seconds for a server to list its tools, after a call has exceeded its deadline."""
 _AGAIN_S = 5.0
-"""Seconds to wait before a server is restarted after a failed start."""
+"""Seconds for which calls fail at once after a server has failed to start. The next call after that
+starts the server again.
+"""
 _WORDS = 2000
 """Number of characters at the end of a server's stderr output that are kept for messages."""
 _MAX_CHARACTERS = 8192
@@ -98,7 +101,7 @@ class McpTool:
     exceeds its deadline, or if the server does not start.
     """
     try:
-      # json.dumps replaces lone surrogates, which a policy may write but which cannot be sent.
+      # `encode` replaces lone surrogates, which a policy may write but which cannot be sent.
       text = json.dumps(dict(arguments), ensure_ascii=False).encode(errors='replace')
       sent = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -147,7 +150,7 @@ class _Session:
   def __init__(self, config: McpServerConfig):
     self.client: asyncio.Future[mcp.Client] = asyncio.get_running_loop().create_future()
     self.words = ''
-    """Last output of the server to stderr."""
+    """End of the server's output to stderr."""
     self._leave = asyncio.Event()
     self._task = asyncio.create_task(self._run(config))
 
@@ -288,8 +291,8 @@ class _Server:
       raise
 
   def _probe(self, session: _Session, client: mcp.Client) -> None:
-    """Closes the session if the server does not list its tools, after a call has exceeded its
-    deadline.
+    """Checks in the background whether the server still lists its tools, after a call has exceeded
+    its deadline. If the server does not, the session is closed.
     """
 
     async def probe() -> None:
@@ -354,8 +357,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _text(result: mcp.types.CallToolResult) -> str:
-  """Returns the text of a result. Images and other blocks are replaced by the name of their
-  type.
+  """Returns the text of a result. Images and other blocks are replaced by a note that names their
+  type. A result without blocks is represented by its structured content as JSON, if it has any.
   """
   texts = [
     block.text if block.type == 'text' else f'({block.type} is not shown)'

@@ -1,6 +1,6 @@
-"""Validates messages from explorer processes. Each message names a lease, which is the loan of a
-group to one explorer. The checks cover the types of values, the limits of the run, and whether the
-names and versions in the message agree with the group.
+"""Validates messages from explorer processes. A message about a group names the lease, which is the
+loan of the group to one explorer. The checks cover the types of values, the limits of the run, and
+whether the names and versions in the message agree with the group.
 
 Invariant: every accepted message could have come from a correct explorer of this run, so no
 accepted message can make the run fail later.
@@ -209,7 +209,7 @@ def _verdict(row: Any, *, turns: int) -> Verdict | None:
   """Checks and reads an encoded verdict (`wire.verdict_row`), which may be None.
 
   Args:
-    turns: maximum number of turns.
+    turns: maximum number of turn values.
   """
   if row is None:
     return None

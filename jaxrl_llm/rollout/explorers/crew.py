@@ -150,7 +150,7 @@ class Crew:
         mapping for msgpack.
       text: `Workflow.text`. It is called in a separate thread, for one sample at a time.
       turns: returns a trajectory's conversation after the prompt, given its steps (one or more
-        samples). It is called in the same thread.
+        samples). It is called in the same thread as `text`.
       bounds: limits on samples and requests.
       max_steps: maximum number of steps of a trajectory.
       logs: directory for the logs of local explorers.
@@ -176,7 +176,7 @@ class Crew:
     return len(self._leases.explorers)
 
   async def start(self) -> None:
-    """Listens, starts the local explorers, and returns once the first explorer asks for work.
+    """Listens, starts the local explorers, and returns once the first explorer is ready for work.
 
     Raises:
       UserError: the address or port cannot be used.

@@ -57,11 +57,11 @@ class Welcome:
 
   workflow: WorkflowConfig
   max_tokens: int
-  """Maximum length of one completion."""
+  """Maximum number of tokens of a sample after its prompt."""
   max_steps: int
   """Maximum number of steps of a trajectory."""
   max_prompt: int
-  """Maximum length of a first prompt in tokens."""
+  """Maximum number of tokens of an episode's first prompt."""
   tokenizer: Mapping[str, bytes]
   """Contents of the tokenizer files, keyed by file name."""
 
@@ -77,8 +77,8 @@ class Welcome:
 
 
 BuildWorkflow = Callable[[WorkflowConfig, Hub, Tokenizer, int, int, int], Workflow]
-"""Function of (configuration, hub, tokenizer, maximum length of a completion, maximum number of
-steps, maximum length of a first prompt) that builds a workflow.
+"""Function of (configuration, hub, tokenizer, `max_tokens`, `max_steps`, `max_prompt`) that builds
+a workflow. The last three arguments are the limits in `Welcome`.
 """
 
 
@@ -108,6 +108,7 @@ class Link:
 
   Raises:
     MasterLost: the master does not respond. Any method may raise this.
+    UserError: the master refuses the token.
     RunError: the master refuses the request.
     Evicted: the master refuses all further requests.
   """
@@ -137,7 +138,8 @@ class Link:
 
   async def stream(self, path: str, **body: Any) -> AsyncIterator[Any]:
     """Yields the values of a response as they arrive, until a final None. The response may take any
-    time in total, but raises MasterLost after `_SILENCE_S` seconds without data.
+    time in total. Raises MasterLost if the response ends early or sends no data for `_SILENCE_S`
+    seconds, and RunError if it contains an error message.
     """
     frames = msgpack.Unpacker(max_buffer_size=_MAX_BYTES)
     async with self._posted(path, body, None) as response:
@@ -209,7 +211,7 @@ class _LeasedHub:
 
 async def explore(link: Link, build: BuildWorkflow) -> None:
   """Leases groups from the master and runs them, until the master has been unreachable for a
-  minute. Closes the link at the end.
+  minute. Closes the link at the end. The exceptions may be raised inside an exception group.
 
   Args:
     link: connection to the master.
@@ -218,7 +220,7 @@ async def explore(link: Link, build: BuildWorkflow) -> None:
   Raises:
     UserError: the master refuses the token.
     RunError: the master is unreachable.
-    Evicted: the master evicted this explorer. The exception may be inside an exception group.
+    Evicted: the master evicted this explorer.
   """
   try:
     welcome = await _patiently(lambda: link.call(wire.HELLO))

@@ -1,9 +1,9 @@
 """Completions that the engine generated for one lease (the loan of a group to an explorer), and the
 check that a sample consists of them.
 
-Invariant: the engine sent the sampled tokens of an accepted sample to the lease's holder, with the
-same logprobs, temperature and versions. An explorer can choose prompts and discard completions, but
-cannot invent tokens.
+Invariant: the engine generated the sampled tokens of an accepted sample for the lease's holder,
+with the same logprobs, temperature and versions. An explorer can choose prompts and discard
+completions, but cannot invent tokens.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Generated:
       )
 
   def check(self, sample: Sample) -> None:
-    """Checks that the engine generated the tokens that the sample marks as sampled or as trained
-    on, under the versions that its segments name.
+    """Raises ValueError unless the engine generated the tokens that the sample marks as sampled or
+    as trained on, under the versions that its segments name.
 
-    Raises ValueError otherwise. Segments must be in order and must not overlap.
+    The segments must be in order and must not overlap.
     """
     tokens = _entries(sample.tokens, sample.behaviour_logprobs)
     generated: dict[_Source, bytes] = {}

@@ -55,8 +55,8 @@ class LentGroup:
   """A group of samples that the run has requested from explorers."""
 
   order: dict[str, Any]
-  """Work order for the explorer: the task, the visit (how often the task was drawn before), the
-  stage, the number of samples and the sampling parameters.
+  """Work order for the explorer: the task and the other arguments of `Workflow.run`, which are the
+  visit, the stage, the number of samples and the sampling parameters.
   """
   name: str
   """Id of the group, `<stage>/<task uid>/<visit>`. It is the prefix of its samples' uids."""
@@ -238,12 +238,12 @@ class Leases:
     _recall(group)
 
   async def reconcile(self, name: str, leases: Sequence[str]) -> list[str]:
-    """Compares the leases that an explorer reports with the leases recorded here. Returns those
-    that the explorer reports but no longer holds. If the explorer does not report a lease that it
-    should hold, the lease's group is taken back and lent again.
+    """Compares the leases that an explorer reports with the leases recorded here. Returns the
+    reported leases that the explorer no longer holds. If the explorer does not report a lease that
+    it should hold, the lease's group is taken back and lent again.
     """
     self.hear(name)
-    # An explorer may not have received a lease granted after this time.
+    # An explorer may not yet have received a lease that was granted after this time.
     since = time.monotonic() - self._silent_s
     held = [group for group in self._lent.values() if group.holder == name and group.lent < since]
     await self._lend_again(

@@ -40,7 +40,7 @@ ALIVE_S = 1.0
 BEAT_S = 10.0
 """Seconds without data after which a response stream sends a heartbeat."""
 TAKE_S = 10.0
-"""Maximum seconds for which a request for a group waits for one to become available."""
+"""Maximum seconds for which a request for a group waits until a group is available."""
 
 Row = dict[str, Any]
 """A record as a mapping of types that msgpack can encode: JSON values and bytes."""

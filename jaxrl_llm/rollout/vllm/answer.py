@@ -1,7 +1,7 @@
 """Parses the responses of vLLM servers to sampling requests, and checks them.
 
 Responses are large, about 160 bytes per token. pyarrow parses only the required fields, directly
-into arrays, and releases Python's global lock meanwhile. Therefore these functions are called in
+into arrays. Meanwhile it releases Python's global interpreter lock, so long responses are parsed in
 threads.
 
 Invariant: a returned completion matches its request. Any other response raises `Malformed` or
@@ -158,7 +158,8 @@ def _checked(
   _check_repetition(tokens, finish, request, engine)
   end = request.repetition_end(tokens) if request.begun else None
   if end is not None and (end < len(tokens) or finish == Finish.REPETITION):
-    # The server does not know which tokens of the prompt belong to the completion.
+    # The server searches only the new tokens for repetition, because it does not know which tokens
+    # of the prompt belong to the completion.
     finish, tokens, logprobs = Finish.REPETITION, tokens[:end], logprobs[:end]
   spans = [
     {**span, 'end': min(span['end'], len(tokens))}

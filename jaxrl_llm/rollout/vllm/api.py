@@ -64,9 +64,8 @@ class EngineServer(Protocol):
     """Samples completion `index` of a request. The completion is aborted after `deadline_s`
     seconds, or when this call is cancelled.
 
-    The random numbers depend only on `seed`, the request's key, `index` and the position of each
-    token in the completion, which includes the tokens of earlier requests. Each segment names the
-    published version that sampled its tokens.
+    The random numbers depend only on `seed`, the request's `key` and `begun`, `index` and the
+    position of each token. Each segment names the published version that sampled its tokens.
     """
     ...
 
@@ -87,7 +86,9 @@ class EngineServer(Protocol):
     ...
 
   async def set_version(self, publication: Publication) -> None:
-    """Makes the server label the tokens that it samples from now on with this publication."""
+    """Makes the server attach the label of this publication to the tokens that it samples from now
+    on.
+    """
     ...
 
   async def served_label(self) -> str:

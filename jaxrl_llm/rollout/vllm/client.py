@@ -31,7 +31,7 @@ MODEL = 'policy'
 _GENERATE = '/inference/v1/generate'
 _CLOSE = {'Connection': 'close'}
 """Header of all requests except those for samples. vLLM closes a connection without notice after an
-exception, and a later call would fail on it.
+exception, and a later call on that connection would fail.
 """
 _SEED_BITS = 62
 _MAX_ANSWER_BYTES = 1 << 28
@@ -58,7 +58,7 @@ class VllmClient:
     """
     Args:
       address: `unix:/path`, `http://host:port` or `https://host:port`.
-      key: bearer token, if a reverse proxy requires one.
+      key: bearer token; None if the server requires none.
       ca_file: file of CA certificates for https servers. If None, the system's certificates are
         used.
       name: name in segments and messages. If None, the address is used.
@@ -165,12 +165,12 @@ class VllmClient:
     """Generates one completion of a request.
 
     Args:
-      index: index of the sample within the request.
-      seed: seed of the engine. vLLM gets a hash of it (`sampler_seed`).
+      index: sample index of the completion; see `Request.first`.
+      seed: seed of the engine, from which `sampler_seed` derives the seed that vLLM gets.
 
     Raises:
       Lost: the server does not answer, or its answer does not match the request.
-      UserError: the server rejects the request itself.
+      UserError: the server rejects the request, or does not apply the request's repetition rule.
     """
     adapter = self.adapter
     body = {
@@ -210,8 +210,8 @@ class VllmClient:
     )
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
-    """Makes the server compile its programs by a greedy request and, if `sampled`, a seeded request
-    at temperature 1.
+    """Makes the server compile its programs: sends a greedy request and, if `sampled`, a seeded
+    request at temperature 1.
     """
     for temperature in (0.0, 1.0) if sampled else (0.0,):
       params = {
@@ -285,8 +285,8 @@ class VllmClient:
     )
 
   async def weights(self) -> list[dict[str, Any]]:
-    """Returns one mapping per worker. It contains the worker's `tensors` (name to shape, dtype and
-    slice), `threads`, `device` and sampling settings.
+    """Returns one mapping per worker, with the worker's `tensors` (name to shape, dtype and slice),
+    `threads`, `device` and sampling settings.
     """
     return await self._rpc('jaxrl_weights')
 
@@ -304,7 +304,7 @@ class VllmClient:
       ) from None
 
   async def init_transfer(self, info: Mapping[str, Any], *, deadline_s: float = 60.0) -> None:
-    """Initializes the weight transfer. Call this once, before the server's first update. The
+    """Initialises the weight transfer. Call this once, before the server's first update. The
     content of `info` depends on the transfer backend.
     """
     await self.call(
@@ -335,8 +335,8 @@ class VllmClient:
       Refused: the server cannot load the adapter, and completions keep using the previous one.
       Lost: the server does not answer.
     """
-    # `load_inplace` replaces an adapter of the same name, which the server may already have. An
-    # attached server may still have an adapter of an earlier run.
+    # `load_inplace` replaces an adapter of the same name. An attached server may already have one,
+    # for example from an earlier run.
     body = {
       'lora_name': publication.adapter,
       'lora_path': str(publication.directory.absolute()),
@@ -376,7 +376,7 @@ class VllmClient:
       raise Lost(f'{self.name}: /resume: accepted, but still paused')
 
   async def sleep(self, *, deadline_s: float) -> None:
-    # Level 2 also drops the weights, which is safe because each version is published again.
+    # Level 2 also drops the weights. They are published to the server again after it wakes up.
     await self.call('POST', '/sleep', params={'level': '2'}, deadline_s=deadline_s)
     if not (await self.call('GET', '/is_sleeping')).get('is_sleeping'):
       raise Refused(f'{self.name}: /sleep: accepted, but not asleep')
@@ -408,7 +408,8 @@ class VllmClient:
 
   def separate_cache(self, publication: Publication) -> None:
     """Separates cached keys and values: requests that start later do not reuse entries from before
-    this call. This is needed because vLLM cannot clear its cache while requests run.
+    this call. This is needed because vLLM cannot clear its cache without also discarding the keys
+    and values of running requests.
     """
     self._cache_salt = publication.label
 
@@ -441,7 +442,8 @@ def sampler_seed(seed: int, request: Request, index: int) -> int:
   those before it.
   """
   words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *request.key, index], '<u4')
-  position = request.begun.to_bytes(8, 'little')  # A zero salt equals no salt.
+  # While `begun` is 0, the salt has no effect, because a salt of zeros equals no salt.
+  position = request.begun.to_bytes(8, 'little')
   digest = hashlib.blake2b(words.tobytes(), digest_size=8, salt=position).digest()
   return int.from_bytes(digest, 'little') >> (64 - _SEED_BITS)
 

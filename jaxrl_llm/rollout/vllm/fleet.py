@@ -42,7 +42,7 @@ _WATCH_S = 0.25
 _ATTACHED_LOOK_S = 2.0
 """Seconds between health checks of an attached server that does not respond."""
 _PATIENCE = 3
-"""Number of consecutive failures after which a server is restarted even if its health checks
+"""Number of consecutive failures beyond which a server is restarted even if its health checks
 succeed.
 """
 _LOOK_S = LOOK_S
@@ -60,9 +60,10 @@ class _Current:
 class Fleet:
   """Engine that samples from servers. The methods are specified in `rollout.api.Engine`.
 
-  A weight update clears a server's KV cache. Running completions recompute their keys and values
-  with the new weights, and their later tokens form a new segment. If adapters are published instead
-  of whole weights, a running completion keeps the adapter that it started with.
+  A weight update clears a server's KV cache, and running completions recompute their keys and
+  values with the new weights, unless `VllmConfig.kv` is 'keep'. The later tokens of a running
+  completion form a new segment. If adapters are published instead of whole weights, a running
+  completion keeps the adapter that it started with.
   """
 
   def __init__(
@@ -88,7 +89,8 @@ class Fleet:
       dtype: Hugging Face name of the data type of the servers' weights, for example 'bfloat16'.
       max_length: length of the longest sequence in tokens, including its prompt.
       seed: seed of all sampling, combined with each request's key.
-      run: calls `function(*args, **kwargs)` on the process's device thread and returns the result.
+      run: calls its first argument with the others on the process's device thread, and returns the
+        result.
       check_tokenizer: raises a UserError if a server tokenizes text differently from the policy.
       adapter_rank: rank of the adapters that `folder` publishes, or 0 if it publishes whole
         weights.
@@ -102,11 +104,11 @@ class Fleet:
     gone away. With discovery, also the numbers of servers that joined and left.
     """
     self.replicas = tuple(replicas)
-    """Servers of the fleet. With discovery, these are the servers with valid leases."""
+    """Servers of the fleet. With discovery, servers are added and removed while the fleet runs."""
     self._discovery = discovery
     self._leaving: dict[Replica, asyncio.Task] = {}
-    """For each server that has left, the task that closes it, usually once its requests in flight
-    have ended.
+    """For each server that has left, the task that closes the server. If the server's lease has not
+    expired, the task first waits for the requests in flight.
     """
     self._follower: asyncio.Task | None = None
     self._config, self._spec, self._folder = config, spec, folder
@@ -156,7 +158,8 @@ class Fleet:
   @property
   def device_bytes(self) -> int:
     """Estimated device memory of the servers in bytes: their weights and, on CPUs, their KV caches.
-    On GPUs, vLLM always reserves the fraction `gpu_memory_utilization` of each card.
+    On GPUs, the servers use more than this estimate, because vLLM always reserves the fraction
+    `gpu_memory_utilization` of each card.
     """
     if self._current is None or self._released is not None:
       return 0
@@ -173,7 +176,8 @@ class Fleet:
 
     Raises:
       UserError: a server cannot be used; the message has the reason.
-      RunError: too few servers have registered within `start_deadline_s`.
+      RunError: an owned server does not start, or too few servers have registered within
+        `start_deadline_s`.
     """
     if self._discovery is not None:
       await self._await_servers(self._discovery)
@@ -258,8 +262,9 @@ class Fleet:
     self._discovery.tell(replica.name, 'joined')
 
   def _leave(self, replica: Replica, *, expired: bool) -> None:
-    """Removes a server from the fleet. Waits for its requests in flight, unless its lease has
-    `expired` and it may therefore no longer work.
+    """Removes a server from the fleet, and starts a task that closes it. The task first waits for
+    the server's requests in flight, unless the lease has `expired`: such a server may no longer
+    work.
     """
     self.replicas = tuple(r for r in self.replicas if r is not replica)
     replica.state = ReplicaState.GONE
@@ -331,7 +336,7 @@ class Fleet:
     async with self._loading:
       self._check_alive()
       self._released = how
-      if self._watcher is not None:  # Otherwise, `start` will do it.
+      if self._watcher is not None:  # Otherwise, `start` releases the servers.
         await self._release_all(how)
 
   async def _release_all(self, how: str) -> None:
@@ -382,7 +387,7 @@ class Fleet:
     """Publishes the weights to every server, and returns once at least one server serves them.
     Servers that are released load them when they are restored.
 
-    Servers that fail the update are restarted in the background.
+    Servers that fail the update recover or are restarted in the background.
 
     Raises:
       RunError: no server accepted the version. The message has the reason, and the previous version
@@ -622,7 +627,7 @@ class Fleet:
     and given up.
 
     Args:
-      work: brings the server into service.
+      work: coroutine that brings the server into service.
     """
     task = asyncio.create_task(
       self._bring_in_or_end(replica, work), name=f'engine {replica.name}: {name}'
@@ -683,8 +688,8 @@ class Fleet:
         if current is self._current:
           break
       except (RemoteError, Unproven) as error:
-        # A server that refuses has written nothing and still works. It refuses, for example, if a
-        # newer version has replaced the file.
+        # A server that refuses an update still works. It refuses, for example, if a newer version
+        # has replaced the file.
         works = isinstance(error, Refused)
         attempts += not works or current is self._current
         if attempts > self._config.max_restarts:
@@ -862,8 +867,9 @@ class Fleet:
     return [r for r in self.replicas if r.state == ReplicaState.SERVING and r.version == current]
 
   def take_metrics(self) -> dict[str, float]:
-    """Returns the counts of events since the last call, and the timings and size of the last
-    publication.
+    """Returns metrics since the last call: events, tokens, the servers' seconds per activity, and
+    the timings and size of the last publication, if any. Also returns the current numbers of
+    servers and of sampled tokens that have not been delivered.
     """
     counts = {
       f'run/engine_{name}': float(self.counts[name] - self._taken[name])

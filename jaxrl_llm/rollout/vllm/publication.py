@@ -1,10 +1,10 @@
-"""Published weights. Each version is written to one safetensors file with a digest per tensor, and
-becomes visible atomically. The file contains the whole weights, or a delta: the elements that
-changed since the version before.
+"""Published weights. Each version is written to one safetensors file, which becomes visible
+atomically, and each of its tensors has a digest. The file contains the whole weights, a LoRA
+adapter, or a delta: the elements that changed since the version before.
 
-Invariant: a directory gets its final name only after its last byte was written. A reader gets the
-expected digests (`Publication.files`) separately from the directory, and checks the files against
-them.
+Invariant: a directory gets its final name only after the last byte of its files was written. A
+reader gets the expected digests (`Publication.files`) separately from the directory, and checks the
+files against them.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Publication:
   nbytes: int
   """Total size of all tensors of the version in bytes."""
   slices: Mapping[str, Mapping[Slice, str]] = dataclasses.field(default_factory=dict)
-  """xxh3-128 digest of each slice that a server holds of a tensor in the files, keyed by tensor
-  name and slice.
+  """xxh3-128 digests of slices of the tensors in the files, keyed by tensor name and slice. They
+  cover the slices that servers hold.
   """
   deltas: tuple[Delta, ...] = ()
   """Deltas that lead from the files to this version, in order; empty if the files contain it."""
@@ -171,8 +171,8 @@ class PublicationFolder:
       dtype: data type of the tensors by its Hugging Face name. It must be the servers' data type,
         so that the digests of the loaded weights match.
       private: whether only this user can read the folder.
-      full_every: interval in versions at which whole weights are published. Each version between is
-        published as a delta if the delta is smaller than the whole weights. If the interval is
+      full_every: interval in versions at which whole weights are published. Each version in between
+        is published as a delta if the delta is smaller than the whole weights. If the interval is
         above 1, a copy of the newest version stays in the memory of this process.
     """
     self.root, self._dtype = Path(root), dtype
@@ -200,8 +200,9 @@ class PublicationFolder:
 
     Args:
       version: version to publish. An existing directory of this version is replaced.
-      leaves: pairs of (name in the tree, array), each name once and in any order, as `hf_parts`
-        takes them. An array must not change before this method returns.
+      leaves: pairs of (name in the tree, array), in any order. A large array may be split into
+        consecutive pairs with the same name; see `hf_parts`. An array must not change before this
+        method returns.
       slices: slices that servers hold of each tensor, keyed by Hugging Face name. Their digests are
         computed during writing.
 
@@ -220,8 +221,8 @@ class PublicationFolder:
   def _write(
     self, writer: TensorWriter, leaves: Iterable[tuple[str, np.ndarray]]
   ) -> tuple[dict[str, str], dict[str, dict[Slice, str]]]:
-    """Writes the tensors. Returns the digests of the tensors, keyed by Hugging Face name in the
-    order of the weights table, and of the slices.
+    """Writes the tensors. Returns (digests of the tensors, keyed by Hugging Face name in the order
+    of `FileLayout`; digests of their slices).
     """
     for entry, rows in hf_parts(leaves, self._spec):
       writer.add(entry.hf, rows, whole=rows.shape == entry.shape)
@@ -229,7 +230,9 @@ class PublicationFolder:
 
   @contextlib.contextmanager
   def _weights_file(self) -> Iterator[BinaryIO]:
-    """Opens the weights file of the next version. Its content is on disk after the block."""
+    """Opens the weights file of the next version. At the end of the `with` block, the content is
+    flushed to disk.
+    """
     unfinished = self.root / 'unfinished'
     unfinished.mkdir(exist_ok=True)
     # The file is not opened in mode 'w', which would free its pages (see the class).
@@ -271,10 +274,10 @@ class PublicationFolder:
     self, version: Version, leaves: Iterable[tuple[str, np.ndarray]], writer: TensorWriter
   ) -> Publication:
     """Publishes a version as a delta or in full. It is published in full if there is no previous
-    version, if the last `full_every` - 1 versions were deltas, if these deltas together have as
-    many bytes as whole weights, or if the new delta would not be smaller than whole weights. A
-    server that needs the files and all deltas therefore reads at most about three times as many
-    bytes as whole weights have.
+    version, if the last `full_every` - 1 versions were deltas, if these deltas together have at
+    least as many bytes as whole weights, or if the new delta would not be smaller than whole
+    weights. A server that needs the files and all deltas therefore reads at most about three times
+    as many bytes as whole weights have.
     """
     if self._image is None:
       self._image = Image(self._layout, dtype_of(self._dtype).itemsize)
@@ -346,7 +349,8 @@ class PublicationFolder:
     return delta
 
   def write_whole(self, publication: Publication) -> Publication:
-    """Returns a publication of the same version without deltas, after a server could not use them.
+    """Returns a publication of the same version without deltas, for a server that could not use
+    them. The whole weights are written if they have not been written yet.
 
     Raises:
       ValueError: the version is no longer the newest.

@@ -1,8 +1,8 @@
 """One server of a fleet, and the transaction that updates it from one version to the next.
 
 Invariant: a version is added to `proven` only after the digests of the loaded weights matched the
-published ones and the probe reproduced the trainer's logprobs. Tokens of other versions must not be
-used.
+published ones and, if there is a probe, the server reproduced its logprobs. Tokens of other
+versions must not be used.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Replica:
     """
     self.life += 1
     self.version = self.holds = self.client.adapter = None
-    # A server that failed the test is not tested again, because the test may crash it.
+    # A server that failed the self-test is not tested again, because the test may crash it.
     self.is_tested = self.sampling_fault is not None
     self.proven.clear()
 
@@ -249,9 +249,8 @@ class Replica:
 
     Raises:
       Refused: the files are not those announced, or do not fit the model. Nothing was written, and
-        the previous version stays in service. The exception is a delta that a server with several
-        workers refuses: the server's weights are then unknown, it stays paused, and whole weights
-        must follow.
+        the previous version stays in service. If a server with several workers refuses a delta,
+        however, its weights are unknown, it stays paused, and whole weights must follow.
       Unproven, Lost: the server's weights are wrong (Unproven) or unknown (Lost).
     """
     self.settled.clear()
@@ -364,8 +363,8 @@ class Replica:
         programs.
 
     Raises:
-      UserError: the server does not suit the run, for example in its model, sequence length or
-        logprobs.
+      UserError: the server is unsuitable for the run, for example because of its model, its maximum
+        sequence length or its logprobs.
     """
     where = f'engine {self.name} ({self.client.address})'
     served = await self.client.max_model_len()

@@ -34,11 +34,11 @@ async def sampling_fault(
   if it may. A server that crashes during the test has failed it.
 
   The server continues prompts that repeat themselves, at temperature 1. Its own logprobs of the
-  same sequences, as a prompt, are the reference: they are computed without drafts, and the probe
-  has compared them with the trainer's. For each rank (most probable token, second, …, all others
-  together), a χ² test compares the number of sampled tokens with the sum of their probabilities.
-  The variance of such a count is below the variance of a multinomial count, so the test rejects a
-  correct server with a probability of at most 0.1 %.
+  same sequences, as a prompt, are the reference: prompt logprobs are computed without drafts, and
+  the probe has shown that they match the trainer's. For each rank (most probable token,
+  second, …, all others together), a χ² test compares the number of sampled tokens with the sum of
+  their probabilities. These counts vary less than multinomial counts, so the test rejects a correct
+  server with a probability of at most 0.1 %.
 
   Args:
     vocab: size of the vocabulary.

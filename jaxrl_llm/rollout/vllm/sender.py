@@ -2,12 +2,12 @@
 vLLM's own engines.
 
 Runs as a script in vLLM's environment, because the trainer's environment has no torch (see
-`rollout.vllm.transfer`). It imports nothing of jaxrl_llm except `rollout.vllm.worker`, which is
+`rollout.vllm.transfer`). It imports nothing from jaxrl_llm except `rollout.vllm.worker`, which is
 copied to its directory as `jaxrl_llm_worker`.
 
 Protocol: each message is a line of JSON. The trainer writes orders to stdin. For each order, this
-process writes one answer to stdout. Before the answer, it writes calls to the server that the
-trainer must make.
+process writes one answer to stdout. Before the answer, it may ask the trainer to make calls to the
+server.
   {"op": "init", "backend": "nccl" | "ipc", "host": …, "device": "cuda",
     "workers": [{NAME: {shape, dtype, slice}}, …]}
   {"op": "send", "directory": …, "files": {FILE: {NAME: DIGEST}}}
@@ -33,8 +33,8 @@ for them. This was verified piece by piece with these functions on a CPU build: 
 unchanged, and digests and logprobs are as published. After an interrupted update, the model may be
 unusable, and the server must be restarted.
 
-Each server has one sender. The sender is rank 0 of their communication group, and the server's
-workers are the ranks from 1 on.
+Each server has one sender. In their communication group, the sender has rank 0, and the server's
+workers have the ranks from 1 on.
 """
 
 from __future__ import annotations

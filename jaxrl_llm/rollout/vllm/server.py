@@ -82,8 +82,8 @@ class VllmConfig:
   servers, or those at `addresses`.
   """
   key_file: str | None = None
-  """File with the bearer token that attached servers require. If None, no token is sent; with
-  `discover`, the registry's key is sent.
+  """File with the bearer token that attached servers require. If None, the registry's key is sent
+  to servers found through `discover`, and no token to servers at `addresses`.
   """
   ca_file: str | None = None
   """File of CA certificates for https addresses. If None, the system's certificates are used."""
@@ -96,7 +96,7 @@ class VllmConfig:
   'tensor_parallel_size': 2}.
   """
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  """Environment variables of the servers."""
+  """Environment variables of the owned servers and of the sender processes (see `transfer`)."""
   devices: tuple[str, ...] = ()
   """Value of CUDA_VISIBLE_DEVICES for each owned server, for example ('0', '1'). If empty, all
   servers see the same GPUs as the trainer.
@@ -138,13 +138,14 @@ class VllmConfig:
   `transfer` is 'nccl'.
   """
   publish_dir: str | None = None
-  """Directory of published weights. If None, shared memory of this host is used. If servers run on
-  other hosts, the directory must be set and be on a shared file system.
+  """Directory of published weights. If None, shared memory of this host is used. If servers on
+  other hosts read the published files (transfer='files'), the directory must be set and be on a
+  shared file system.
   """
   full_every: int = 1
-  """Interval in versions at which whole weights are published. Each version between is published as
-  a delta (the elements whose bits changed) if the delta is smaller than the whole weights. With 1,
-  every version is published as whole weights. Deltas require transfer='files' and lora='merged'.
+  """Interval in versions at which whole weights are published. Each version in between is published
+  as a delta (the elements whose bits changed) if the delta is smaller than the whole weights. With
+  1, every version is published as whole weights. Deltas require transfer='files' and lora='merged'.
   """
   transfer_deadline_s: float = 600.0
   """Maximum seconds for a server to load a version."""
@@ -354,9 +355,9 @@ def options(args: Mapping[str, Any]) -> list[str]:
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-  """Parses words of a command line into a mapping, the inverse of `options`. An option without a
-  value becomes True, and an option with several values becomes a list. Raises UserError if the
-  first word is not an option.
+  """Parses words of a command line into a mapping that `options` formats as equivalent words. An
+  option without a value becomes True, and an option with several values becomes a list. Raises
+  UserError if the first word is not an option.
   """
   parsed: dict[str, Any] = {}
   name = None

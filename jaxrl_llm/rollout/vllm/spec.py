@@ -86,7 +86,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   else:
     replicas = _owned(config, setting, published)
   _write_model(config, setting)
-  # In a configured directory, the folder must be readable to servers of other users. In shared
+  # In a configured directory, the folder must be readable by servers of other users. In shared
   # memory, only servers of this user read it, so it is private.
   layout = dict(dtype=_dtype(config, setting), private=config.publish_dir is None)
   if _adapter_rank(config, setting):

@@ -1,8 +1,9 @@
 """Transfer of published weights to a server. Either the server itself reads the published files, or
 a sender process reads them and sends the weights to it.
 
-Invariant: `Refused` means that no weights were written. Any other failure of `send` raises `Lost`,
-because the server's weights are then unknown.
+Invariant: `Refused` means that a worker or the sender rejected the publication without writing any
+weights. If the server has several workers, others may have written theirs. Any other failure of
+`send` raises `Lost`, because the server's weights are then unknown.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Transfer(Protocol[_Server]):
     """Loads a publication into the paused server.
 
     Raises:
-      Refused: the files are not those announced, or do not fit the model. Nothing was written.
+      Refused: the files are not those announced, or do not fit the model. The worker that reports
+        this has written nothing, but other workers of the server may have.
       Lost: the server or the transfer failed. The server's weights are unknown.
     """
     ...

@@ -6,7 +6,7 @@ tensors, or its slices of them) and the digests match the trainer's. Reported di
 from the live parameters, not from the files.
 
 vLLM imports this module in its own environment, through the option `--worker-extension-cls
-jaxrl_llm_worker.Worker` (see `rollout.vllm.server`). The module imports nothing of jaxrl_llm.
+jaxrl_llm_worker.Worker` (see `rollout.vllm.server`). The module imports nothing from jaxrl_llm.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def hf_views(model: torch.nn.Module) -> dict[str, View]:
   """Returns a view of every parameter, keyed by Hugging Face name. Projections that vLLM fuses are
   split into their parts.
 
-  Modules are recognized by their attributes (`output_sizes`, `shard_indices`, …) and not by their
+  Modules are recognised by their attributes (`output_sizes`, `shard_indices`, …) and not by their
   class. If the server accepts adapters, vLLM wraps each layer in a module whose attribute
   `base_layer` is the layer; the names omit this attribute. Adapters themselves are left out.
   """
@@ -144,7 +144,7 @@ def read_checked(
   Args:
     files: digest of each tensor, keyed by file name, then by tensor name.
     directory: directory of the files.
-    cuts: view and digest of each tensor of which this worker reads only its slice; see
+    cuts: view and digest of each tensor from which this worker reads only its slice; see
       `known_slices`.
 
   Raises:
@@ -320,7 +320,7 @@ class Receiver:
     """Label of the version that the worker has loaded; None if it is unknown."""
 
   def receive(self, views: Mapping[str, View], update: Update) -> None:
-    """Loads an update. Raises ValueError before the first write if it cannot be used."""
+    """Loads an update. Raises ValueError before the first write if the update cannot be used."""
     label, deltas = update.label if update.files else self.holds, []
     for delta in update.deltas:
       if label is None or delta['before'] != label:
@@ -392,7 +392,7 @@ def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 def _wait_without_spinning() -> None:
   """Shortens the busy-wait of an idle worker, which is one second by default in vLLM. On a host
-  without GPUs, the trainer needs that CPU core.
+  without GPUs, the trainer needs the CPU core on which the worker waits.
   """
   from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
@@ -406,8 +406,8 @@ def _wait_without_spinning() -> None:
 
 
 def _install() -> None:
-  """Registers the transfer engine `FileTransferEngine` in vLLM, and prevents vLLM from packing
-  weights on CPUs.
+  """Registers the transfer engine `FileTransferEngine` in vLLM, prevents vLLM from packing weights
+  on CPUs, and shortens busy-waits on hosts without GPUs.
   """
   import vllm.model_executor.layers.utils as layers
   from vllm.distributed.weight_transfer.base import (

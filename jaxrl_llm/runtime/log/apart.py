@@ -96,7 +96,8 @@ class ProcessWriter:
     """Waits until the process has written all rows, and ends the process at the deadline.
 
     Returns:
-      A message if rows are missing or lost, or if the process did not finish in time.
+      A message if rows are missing or lost, if the process did not finish in time, or if the writer
+      failed and `take_notes` has not reported it.
     """
     in_time = True
     try:

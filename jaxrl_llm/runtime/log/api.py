@@ -1,8 +1,8 @@
 """The interface of log writers, which copy the rows of metrics.jsonl to other places.
 
-A custom writer is a class, or another function of (run, **options), that returns a `LogWriter`; a
-run names it in `logging.writers`. The writer gets each row once, in order. If the writer raises an
-error or hangs, the run continues and counts the rows that the writer lost.
+The option `logging.writers` names custom writers. Each is a class or function that is called with
+(run, **options) and returns a `LogWriter`. The writer gets each row at most once, in order. If the
+writer raises an error or hangs, the run continues and counts the rows that the writer lost.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from jaxrl_llm.runtime.log.api import LogRun
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-  """Log writer for Weights & Biases. The defaults of project, entity and mode are W&B's own
-  settings.
+  """Log writer for Weights & Biases. By default, project, entity and mode come from W&B's
+  environment variables.
   """
 
   project: str | None = None
@@ -89,7 +89,7 @@ class LoggingConfig:
   are deleted.
   """
   close_s: float = 60.0
-  """Maximum seconds for which the run waits for W&B and custom writers when it ends."""
+  """Maximum seconds for which the run, at its end, waits for W&B and custom writers."""
 
   def __post_init__(self):
     names = [writer.label for writer in self.apart()]

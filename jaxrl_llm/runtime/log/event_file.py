@@ -1,16 +1,16 @@
 """Writes TensorBoard event files with scalars. A file is flushed after each event.
 
-The format is small and no longer changes. A file is a sequence of TFRecords, each of which consists
-of a length, the masked CRC-32C of the length, data, and the masked CRC-32C of the data. The data is
-a protocol buffer `tensorflow.Event`.
+The format is simple and stable. A file is a sequence of TFRecords. Each record consists of a
+length, the masked CRC-32C of the length, data, and the masked CRC-32C of the data. The data is a
+protocol buffer `tensorflow.Event`.
 
 The library tensorboardX is not used for two reasons. It imports torch wherever torch is installed,
 which takes seconds and is not allowed in trainer processes. It also names its files by the second,
 so that a quick restart would overwrite a file. Only the tests use it, to read the written files.
 
 Invariant: a file starts with two records that are not rows. The first one has the version of the
-format. The second one marks the start of a session, upon which a running TensorBoard discards what
-it has read before. Each later record is the result of one call of `write`.
+format. The second one marks the start of a session and makes a running TensorBoard discard what it
+has read before. Each later record is the result of one call of `write`.
 """
 
 from __future__ import annotations

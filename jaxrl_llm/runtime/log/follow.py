@@ -41,7 +41,7 @@ _FILE = 'progress.json'
 
 @dataclasses.dataclass
 class State:
-  """Position up to which a log writer has written."""
+  """Progress of a log writer, with its lost rows and its last error."""
 
   rows: int = 0
   """Number of rows of metrics.jsonl that were passed to the writer, including lost rows."""

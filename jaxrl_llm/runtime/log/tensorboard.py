@@ -1,8 +1,8 @@
 """TensorBoard event files of a run, in `<workdir>/tensorboard/<stage>/`.
 
-Invariant: the files contain one event for each row of metrics.jsonl. Each start of the run writes
-the files anew from metrics.jsonl, so that rows of steps that were not committed disappear. The
-other rows keep their wall times.
+Invariant: the files contain one event for each row of metrics.jsonl. Each start of the run rewrites
+the files from metrics.jsonl, so that rows of steps that were not committed disappear. The other
+rows keep their wall times.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from jaxrl_llm.runtime.writers import METRICS_FILE, read_jsonl
 
 
 class LocalWriter:
-  """A log writer that runs in this process. Only for writers of this package that just write
-  files.
+  """A log writer that runs in this process. This class is only for writers of this package that
+  just write files.
   """
 
   def __init__(self, name: str, writer: LogWriter):

@@ -89,7 +89,8 @@ def _exception_of(kinds: list[str], text: str) -> BaseException:
   """Returns an exception with the given text whose class is named `kinds[0]`.
 
   `kinds` lists class names in MRO order. The class is the built-in exception of that name, or else
-  derives from the first built-in exception in `kinds`.
+  derives from the first built-in exception in `kinds`, or from RuntimeError if there is none.
+  Returns a RuntimeError instead if the class cannot be constructed from a text.
   """
   builtin_classes = [getattr(builtins, kind, None) for kind in kinds]
   base = next(

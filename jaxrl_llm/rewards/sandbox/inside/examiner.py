@@ -51,7 +51,7 @@ _UNICODE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 """
 _ENDS = {'StopIteration', 'StopAsyncIteration'}
 """Exceptions that end an iteration silently. If the program's `f` could raise one in the tests,
-`all(map(f, …))` would be true.
+`all(map(f, …))` would end early and be true.
 """
 _EVERY = {'AssertionError', 'Exception', 'BaseException'}
 """Exception classes that would also catch the failure of a test. If a name of the program denotes
@@ -68,8 +68,8 @@ _IS_SAME = '__is_same__'
 leading underscores are never requested from the program.
 """
 _MOST_RAISED = 1000
-"""Maximum number of exceptions of the tests' functions that are kept, because each keeps other
-objects alive.
+"""Maximum number of exceptions of the tests' functions that are kept. The number is limited because
+each exception keeps other objects alive.
 """
 _SHOWN = '_shown'
 """Attribute of an exception that stores its text if its arguments do not determine the text."""
@@ -495,7 +495,7 @@ def _file(number: int) -> str:
 
 
 def _replace(old: Any, new: Any) -> None:
-  """Replaces the content of `old`, an argument that a test passed, by the content of `new`.
+  """Replaces the content of `old`, an argument that a test passed, with the content of `new`.
 
   The program has changed its copy of the argument, and `new` is the changed copy.
   """

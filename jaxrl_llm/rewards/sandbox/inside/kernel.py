@@ -275,8 +275,8 @@ def _assemble(steps: list[str | _Step]) -> bytes:
 
 
 def deny_calls() -> None:
-  """Installs the seccomp filter. A denied call fails; a call of another architecture kills the
-  process.
+  """Installs the seccomp filter. A denied system call fails with an error; a call made through
+  another architecture's ABI kills the process.
 
   Does nothing on machines other than x86_64 and aarch64.
   """

@@ -2,7 +2,7 @@
 classes.
 
 Invariant: the classification depends only on the source of the tests. The program must not affect
-it, because the class of a name decides how far the program's object of that name is trusted.
+it, because it decides how far each object of the program is trusted.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from collections.abc import Iterable
 
 _BUILTINS = frozenset(dir(builtins))
 _FOREIGN = frozenset({'np', 'numpy', 'pd', 'pandas', 'pytest', 'scipy', 'tf', 'torch'})
-"""Names of libraries that no sandbox has. In tests, such a name means the library, not an object of
-the program.
-"""
+"""Names that mean a library in tests, even if the sandbox lacks the library."""
 _COMPARING = {'isclose': 'math', 'fabs': 'math', 'deepcopy': 'copy'}
 _CONTAINERS = {'Counter': 'collections', 'OrderedDict': 'collections', 'deque': 'collections'}
 """Modules of standard classes, keyed by class name. Tests convert results to these classes before
@@ -55,8 +53,8 @@ class Names:
   def is_class(self, name: str) -> bool:
     """Returns whether the tests use a name as the name of a class.
 
-    The name must be capitalised, and the tests must not use it as a function. A name in capital
-    letters only counts as a constant, unless the tests call it.
+    The name must be capitalised, and the tests must not use it as a function. A name that consists
+    entirely of capital letters counts as a constant, unless the tests call it.
     """
     written = _CLASS_NAME.fullmatch(name) is not None and (
       name in self.called or not name.isupper()
@@ -82,7 +80,7 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
   for node in nodes:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
       name = node.value.id
-      # Such a name refers to the module, even if the tests import it only later.
+      # The name of a standard module refers to that module, even if the tests import it only later.
       if name in sys.stdlib_module_names and name != entry_point:
         modules.setdefault(name, set()).add(node.attr)
   # If the tests use another name that only the program can define, built-in names refer to Python's
@@ -211,8 +209,8 @@ def _passed_as(others: set[str], nodes: list[ast.AST]) -> set[str]:
   """Returns the names that the tests also use under another name.
 
   An assignment such as `candidate = Extract` gives `Extract` the name `candidate`. A call
-  `check(Extract)` of a test function `def check(candidate)` does so too. If `candidate` is in
-  `others`, the result contains `Extract`.
+  `check(Extract)` of a test function `def check(candidate)` has the same effect. If `candidate` is
+  in `others`, the result contains `Extract`.
 
   Args:
     others: names to look for on the left side of assignments and among parameters.
@@ -264,7 +262,7 @@ def _is_identity(node: ast.AST) -> bool:
 
 
 def with_identity(test: str, function: str) -> ast.Module:
-  """Parses the test and replaces `left is right` by a call to `function`.
+  """Parses the test and replaces `left is right` with a call of `function`.
 
   The call is necessary because one object of the program may have two proxies. Raises the same
   errors as `compile`.

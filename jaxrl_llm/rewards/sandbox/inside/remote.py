@@ -308,7 +308,8 @@ def _agree(remote: Remote, count: Any) -> None:
   """Raises OperationRefused if an object reports a different number of items than before, although
   no request can have changed it.
 
-  Otherwise, an object could report three items but yield none, and thus pass a test of each item.
+  Without this check, an object could report three items but yield none, and so pass a test that
+  checks each item.
   """
   if remote._remote_origin in _TRUSTED or not isinstance(count, int):
     return
@@ -328,9 +329,9 @@ def _counted(remote: Remote, items: Iterator[Any]) -> Iterator[Any]:
 
 
 def _telling(name: str) -> Callable[..., Any]:
-  """Returns a special method without operands, such as `__len__`.
+  """Returns a special method other than a comparison or binary operator, such as `__len__`.
 
-  Only MADE and NAMED objects (see `Origin`) accept further arguments, as in `round(x, 2)`.
+  Only MADE and NAMED objects (see `Origin`) accept arguments, as in `x[0]` or `round(x, 2)`.
   """
   number = name in (
     'abs',
@@ -377,7 +378,7 @@ def _computing(name: str) -> Callable[[Remote, Any], Any]:
   """Returns the special method of a binary operator.
 
   If an operand is a plain value, the result must be an object, not a plain value. Otherwise, the
-  program could return the number that the test expects of `V(2) - 3`.
+  program could return the number with which the test compares `V(2) - 3`.
   """
 
   def method(self: Remote, other: Any) -> Any:

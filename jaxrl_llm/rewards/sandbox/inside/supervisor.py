@@ -39,7 +39,7 @@ _RAISED, _NO_MEMORY = 101, 102
 nothing by faking them.
 """
 _LOOK_S = 0.02
-"""Seconds between checks of the number of processes and their memory."""
+"""Maximum seconds between checks of the limits on all processes together."""
 _LAST_WORDS_S = 1.0
 """Maximum seconds for a program's process to end after it has closed its connection to the
 tests.
@@ -54,7 +54,7 @@ _SOCKET = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class LimitsMessage:
-  """Resource limits in the form that `sandbox.Limits.message` sends."""
+  """Resource limits in the form that `sandbox.Limits.message` returns."""
 
   wall_s: float
   cpu_s: float
@@ -333,8 +333,8 @@ class _Run:
     self._usage, self._proc = usage, proc
     self._pipes = {pipe.reader: pipe for pipe in pipes}
     self._reason: str | None = None
-    """Name of the limit that was exceeded, so that all processes were killed; None if no limit was
-    exceeded.
+    """Name of the first limit that was exceeded, after which all processes were killed; None if no
+    limit was exceeded.
     """
     self._poll = select.poll()
     for descriptor in (*self._pipes, control.socket.fileno()):
@@ -344,7 +344,7 @@ class _Run:
     """Waits until the process has ended, for at most `seconds` seconds.
 
     Kills all processes if they exceed a limit. Raises ChannelClosed if the host closes the control
-    socket meanwhile.
+    socket during the wait.
     """
     until = time.monotonic() + seconds
     while pid not in self.ended and time.monotonic() < until:

@@ -2,7 +2,7 @@
 machine.
 
 Invariant: a program cannot make its own delays look like those of a busy machine. A thread of the
-program waits for a processor only while something else uses it. This is either another thread of
+program waits for a processor only while the processor runs something else: either another thread of
 the program, whose processor time counts against the program, or another process of the machine.
 """
 
@@ -54,7 +54,7 @@ class Usage:
     self._seen: dict[tuple[int, int], _Look] = {}
 
   def look(self, pids: list[int]) -> None:
-    """Records the processor time of the living processes."""
+    """Records the processor time of the processes `pids` that are still alive."""
     living_s = 0.0
     for pid in pids:
       with contextlib.suppress(OSError, IndexError, ValueError):

@@ -1,9 +1,9 @@
 """Encodes Python values as JSON for the exchange between the program's process and the tests'
 process.
 
-Invariant: received values are rebuilt only from built-in types and a few standard-library types, so
-their methods (above all `__eq__`) are never the sender's. Any other object stays in its process and
-is sent as a reference.
+Invariant: received values are rebuilt only from built-in types, a few standard-library types,
+namedtuples, and NumPy arrays and scalars, so their methods (above all `__eq__`) are never the
+sender's. Any other object stays in its process and is sent as a reference.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _NUMPY_TYPES = ('bool', *(f'{sign}int{bits}' for sign in ('', 'u') for bits in (
 
 
 def _numpy_type(value: Any) -> str | None:
-  """Returns the type of a NumPy array or scalar that is sent as a value, or None."""
+  """Returns the name in `_NUMPY_TYPES` of an array's or scalar's type, or None for other values."""
   numpy = sys.modules.get('numpy')
   if numpy is None or type(value).__module__ != 'numpy':
     return None

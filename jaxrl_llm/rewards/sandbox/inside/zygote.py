@@ -2,8 +2,9 @@
 
 The zygote has already loaded Python and common modules, and it runs no untrusted program itself.
 
-Invariant: each sandbox has its own user, PID, mount, network, IPC, UTS and cgroup namespaces, a
-read-only root without the host's files, and no capability left when its supervisor starts.
+Invariant: unless isolation is turned off, each sandbox has its own user, PID, mount, network, IPC,
+UTS and cgroup namespaces, a read-only root with only those host files that programs may read, and
+no capability left when its supervisor starts.
 
 Standard input is a socket. The options come first, as a JSON object (read by `isolation._START`).
 Each later message requests one sandbox and carries the socket that becomes its control channel.

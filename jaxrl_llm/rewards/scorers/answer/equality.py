@@ -47,6 +47,8 @@ def _compared(
 ) -> bool | None:
   """Returns whether `test` holds at every sample point at which both formulas have a value. Returns
   None if there are too few such points.
+
+  A logarithm without a base may have base e or base 10: `test` must hold for at least one of them.
   """
   names = sorted(a.symbols | b.symbols)
   real = not (a.imaginary or b.imaginary)
@@ -78,7 +80,8 @@ def formulas_equal(truth: Formula, answer: Formula, seed: str) -> bool | None:
   points.
 
   A decimal with at least `MIN_DECIMALS` digits after the point also counts as equal to an exact
-  value if truncating or rounding that value gives the decimal.
+  value with more digits if the two differ by less than one unit of the decimal's last digit, as
+  after truncation or rounding, and by at most 0.1 %.
   """
   same = _compared(truth, answer, seed, lambda a, b: _close(a, b, 1e-30))
   if same is not False or truth.symbols or answer.symbols:

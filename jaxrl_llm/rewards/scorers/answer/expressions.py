@@ -177,7 +177,7 @@ def _picked(text: str) -> bool:
   import sympy
 
   value, read = (*parse_latex(text.rpartition('=')[2]), None, None)[:2]
-  # math-verify parses 42% as such a product.
+  # math-verify parses 42% as a product of 42 and an unevaluated factor.
   if isinstance(value, sympy.Mul) and isinstance(value.args[-1], sympy.UnevaluatedExpr):
     value = value.args[0]
   if not isinstance(value, sympy.Number) or not isinstance(read, str):
@@ -192,8 +192,8 @@ def tight(text: str) -> str:
 
 
 def is_name(left: str) -> bool:
-  """Returns whether an equation's left side names the right side, as do `x`, `f(2)` and `AB`, but
-  not `2x` and `x + 1`.
+  """Returns whether an equation's left side names the right side. `x`, `f(2)` and `AB` do; `2x` and
+  `x + 1` do not.
   """
   bare = _ARGUMENTS.sub('', re.sub(r"\^\s*\{\s*-1\s*\}|\^\s*-1|'", '', left))
   return re.search(
@@ -332,8 +332,8 @@ def latex_agree(truth: str, answer: str) -> bool:
 
   - A separator that the truth lacks means a second answer.
   - A relation (`\geq 42`) is not a value.
-  - Every side of an equation without a variable must agree, and the first side must not compute
-    with the unknown (`x + 1 = 42`).
+  - In an equation, every side without a variable must agree with the truth, and the first side must
+    not compute with the unknown (`x + 1 = 42`).
   - The base of a number (`101_3`) and the kind of brackets count.
   - A number that math-verify picked from text that it could not read is not an answer.
   - Two values that math-verify considers equal are checked again (`_confirmed`).

@@ -28,9 +28,9 @@ to text without prose.
 """
 
 EXPLICIT = ('boxed', 'hashes', 'tags')
-"""Methods that look for an explicit mark. If one of them is configured, the answers that it finds
-must agree with the answer that another method has found. Answers that cannot be read as a value do
-not count.
+"""Methods that look for an explicit mark. Even if another method decides, the answers that the
+configured explicit methods find must agree with the answer of the deciding method. Answers that
+cannot be read as a value do not count.
 """
 
 NO_ANSWER = 'no answer'
@@ -283,7 +283,7 @@ def extract(
 
   Args:
     text: the completion.
-    method: extraction method, or several methods, of which the first that finds anything decides.
+    method: extraction method, or several methods in order: the first that finds anything decides.
     tag: tag name for method `tags`.
     prompts: contents of the prompt's messages; all methods but `whole` ignore verbatim copies of
       them.
@@ -326,7 +326,8 @@ def reference(truth: str) -> str:
 
   The reference answer is the text after the last `####`. If there is none, it is the content of the
   last box and of the boxes adjacent to it. If there is no box and the truth is longer than
-  `MAX_TRUTH`, it is the text after "the final answer is". Otherwise, it is the whole truth.
+  `MAX_TRUTH`, it is the text after the last phrase such as "the final answer is". Otherwise, it is
+  the whole truth.
   """
   if hashes := candidates(truth, 'hashes'):
     return hashes[-1]

@@ -361,8 +361,8 @@ class _Reader:
     )
 
   def applied(self) -> Node:
-    """Parses a function's argument: a group in brackets, or all factors up to the next operator or
-    function.
+    """Parses a function's argument: a group in brackets, or all factors up to the next operator,
+    function, number or parenthesis.
     """
     if self.peek('(') or self.peek('{') or self.peek('['):
       return self.group()

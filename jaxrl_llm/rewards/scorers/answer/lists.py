@@ -44,7 +44,7 @@ def mathematical(text: str) -> str:
 
 
 def named(text: str) -> tuple[str, str]:
-  """Splits `x = 3` into its name and value. The name is empty if the text has none."""
+  """Splits a text such as `x = 3` into name and value. The name is empty if the text has none."""
   match = _NAME.match(text)
   return (match['name'], text[match.end() :].strip()) if match else ('', text.strip())
 

@@ -59,9 +59,9 @@ class AnswerOptions:
   truths of all tasks. Elsewhere, the mode is chosen for each task from the task's own truth.
   """
   extraction: Methods | None = None
-  """Extraction method, or several methods, of which the first that finds anything decides. If None,
-  it is chosen from the truths like the mode. The option does not apply to the truth itself, whose
-  form is recognised (`…#### 42`, `\\boxed{42}`, `42`).
+  """Extraction method, or several methods in order: the first that finds anything decides. If None,
+  the methods are chosen from the truths like the mode. The option does not apply to the truth
+  itself, whose form is recognised (`…#### 42`, `\\boxed{42}`, `42`).
   """
   tag: str = 'answer'
   ignore_case: bool = False
@@ -238,7 +238,7 @@ def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
 
 def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
   """Returns those values in `chosen` whose options the user has not set. If the user has set
-  `mode`, `units` is left out too, because its value was chosen for the chosen mode.
+  `mode`, `units` is left out too, because its chosen value fits only the chosen mode.
   """
   if options.mode is None:
     return {

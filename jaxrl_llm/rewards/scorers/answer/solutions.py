@@ -107,8 +107,8 @@ def answer_key(text: str) -> Hashable:
   return tight(text) if number is None else number
 
 
-# Each of the following functions handles some forms of truth. It returns whether the answer agrees,
-# or None if the function does not apply.
+# Each function that `_agree` tries handles some forms of truth. It returns whether the answer
+# agrees, or None if the function does not apply.
 
 
 def _choices(truth: str, answer: str) -> bool | None:

@@ -1,4 +1,4 @@
-"""Parses numbers with units, converts units exactly, and compares such quantities.
+"""Parses quantities (numbers with units), converts their units exactly, and compares them.
 
 A unit is a product of powers of known units (`km/h`, `square centimetres`, `kg m^{-3}`). Other
 words name what is counted (`42 red apples`). Some units are not converted: tons and bytes are
@@ -27,8 +27,8 @@ class Unit(NamedTuple):
   factor: Fraction
   """Size of the unit, expressed in base units."""
   dimensions: frozenset[tuple[str, int]]
-  """Pairs of a base unit and its power, which is not zero. Empty if the text contains only
-  words.
+  """Pairs of a base unit and its power, which is not zero. Empty if the text contains no known
+  units, or if they cancel.
   """
   words: frozenset[str]
   """Words in the text that are not units, in the singular."""
@@ -118,8 +118,8 @@ _NO_UNIT = re.compile(
   'eighth|ninth|tenth|hundredth|thousandth)s?|halves|quarters|double|triple|squared|cubed|'
   'factorial|root|sqrt|pi|negative|below|mod|modulo|if|wrong|incorrect|false'
 )
-"""Matches words after a number that are neither units nor things that are counted, namely
-connectives, numerals and operations.
+"""Matches words after a number that are neither units nor things that are counted: connectives,
+numerals and operations.
 """
 _TOKEN = re.compile(
   r'\s*(?:(?P<word>°[CF]?(?![^\W\d_])|[^\W\d_²³]+|[$€£¥¢])\.?'

@@ -33,7 +33,7 @@ class Cache:
     self._file = None
 
   def open(self) -> None:
-    """Loads the file, skipping truncated lines. Raises UserError if the file cannot be used."""
+    """Loads the file, skipping malformed lines. Raises UserError if the file cannot be used."""
     if self._path is None:
       return
     try:

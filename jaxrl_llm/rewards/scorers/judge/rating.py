@@ -1,8 +1,8 @@
 """Rates tasks with a judge. A rating has a number from 0 to 1 for each criterion, such as quality
 or difficulty, and their weighted sum, the task's priority.
 
-Invariant: the judge is asked about each task only once, because its answers are kept in a cache
-file.
+Invariant: if there is a cache file (`cache_file`), the judge is not asked again about a task that
+it has rated with the same options.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RatingOptions(JudgeOptions):
   criteria: tuple[Criterion, ...] = CRITERIA
   """Criteria by which tasks are rated. Their weights determine the priority."""
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  """Weights in the priority that replace those of the criteria, keyed by criterion name. A weight
+  """Weights that replace those of the criteria in the priority, keyed by criterion name. A weight
   of 0 excludes the criterion from the priority.
   """
 

@@ -2,7 +2,8 @@
 (`/v1/chat/completions`).
 
 Invariants: a score comes from a single JSON object of the required form. If the judge does not
-answer with such an object, even after retries, the call fails. The same question is paid for only
+answer with such an object, even after retries, the call fails. The exception is an object that
+only lacks scores for some criteria (`JudgeOptions.missing`). The same question is paid for only
 once: answers are cached by the digest of the whole request, and identical requests in flight share
 one answer.
 """
@@ -74,7 +75,7 @@ class JudgeOptions(DiscoveringOptions):
   missing: Literal['unscorable', 'zero', 'skip'] = 'unscorable'
   """Treatment of criteria that the judge does not score, even after retries. unscorable: the
   attempt has no value; zero: the score is 0, or 1 for a penalty; skip: the criterion is left out of
-  the mean.
+  the mean. If the judge scores no criterion at all, the attempt has no value.
   """
   against: Literal['all', 'next', 'first'] = 'all'
   """Attempts of a group that are compared in mode `pairwise`. all: each attempt with all others;

@@ -1,7 +1,8 @@
 """Builds the prompts of judges, and parses the judges' answers.
 
 Invariants: each text to be judged is enclosed in markers with a key that occurs in none of the
-texts. An answer is a verdict only if it contains exactly one JSON object of the required form.
+texts. An answer is a verdict only if it contains a JSON object of the required form and no such
+object with another verdict.
 
 The key is a digest of all the texts, so a completion cannot predict the key, and cannot close its
 own marker. This separates the texts, but does not make a judge immune to what the texts say

@@ -1,8 +1,8 @@
 """Sandboxes for reasoning-gym verifiers that evaluate text as code.
 
 Invariants: only verifiers that are known not to evaluate text run outside a sandbox. All others,
-even unknown ones, run inside one. Each answer gets its own sandbox, which is forked from a process
-that has loaded the libraries. An answer therefore cannot change the verdict on another answer.
+even unknown ones, run inside one. Each answer gets its own sandbox, in which the libraries
+are already loaded. An answer therefore cannot change the verdict on another answer.
 """
 
 from __future__ import annotations
@@ -247,8 +247,9 @@ def score_in_sandbox(
 ) -> tuple[float | None, ProgramOutcome]:
   """Runs a verifier in a sandbox.
 
-  Returns (number, outcome of the sandbox). The number is the verifier's result, or None if the
-  answer made the verifier reach a limit.
+  Returns (number, outcome of the sandbox). The number is the verifier's result, or 0 if the
+  verifier raises an exception on this answer but not on the reference answer. It is None if the
+  verifier did not end normally, for example because the answer made it reach a limit.
 
   Raises:
     NoIsolation: this machine cannot provide the isolation.

@@ -1,12 +1,13 @@
 """Scorer `verifier`: checks answers to procedural tasks with the verifier of the task's generator.
 
-The value is 1.0 if the verifier returns exactly 1, else 0.0. There is no tolerance: some verifiers
-give partial credit as a sum of floats, so a right answer followed by junk can get
+By default, the value is 1.0 if the verifier returns exactly 1, else 0.0. There is no tolerance:
+some verifiers give partial credit as a sum of floats, so a right answer followed by junk can get
 0.9999999999999999.
 
 Some reasoning-gym verifiers pass the answer to `eval` or, equivalently, `sympy.parse_expr`. Such
-verifiers run in a sandbox, and only get answers that match a strict grammar (`evaluating`). All
-other verifiers run in this process, where an audit hook refuses forbidden operations (`watch`).
+verifiers run in a sandbox, and only get answers that match a strict grammar (`evaluating`). Unknown
+verifiers run in a sandbox, too, and get any answer that is not code (`runs_code`). All other
+verifiers run in this process, where an audit hook refuses forbidden operations (`watch`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class VerifierOptions:
   tag: str = 'answer'
   strip: bool = True
   """Whether extraction `whole` strips white space around the answer. Other extractions always
-  do.
+  strip it.
   """
   partial_credit: bool = False
   """Whether the value is the verifier's own number. If False, it is 1.0 or 0.0."""
@@ -94,8 +95,8 @@ _BUILTINS = set(dir(builtins)) - _HARMLESS
 def runs_code(answer: str) -> bool:
   """Returns whether `eval` of the answer could do more than compute.
 
-  This is so if the answer calls a method or a builtin other than those in `_HARMLESS`, passes a
-  string to any call, contains a lambda, or uses a dunder name.
+  This is the case if the answer calls a method or a builtin other than those in `_HARMLESS`, passes
+  a string to any call, contains a lambda, or uses a dunder name.
 
   The check is for verifiers without a known grammar, and keeps answers from deciding their own
   scores. It does not protect the host, since a verifier may rewrite an answer that Python cannot
