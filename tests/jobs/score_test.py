@@ -152,7 +152,7 @@ def test_a_scorer_that_dies_is_in_the_counts(folder):
     ),
     (('--scorer=answer',), {'rows': 'own_rewards.py'}, 'has an unknown form'),
     (('--scorer=answer',), {'out': 'no/out.jsonl'}, 'no is not a writable directory'),
-    (('--scorer=answer',), {'out': 'rows.jsonl'}, 'is the file of the rows'),
+    (('--scorer=answer',), {'out': 'rows.jsonl'}, 'is the file of --rows'),
     (('--scorer=answer',), {'rows': 'bad.jsonl'}, 'bad.jsonl:2: completion is 7, wanted text'),
   ],
 )
