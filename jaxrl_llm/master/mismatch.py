@@ -90,7 +90,7 @@ def _of_tokens(r: Float[np.ndarray, 'tokens']) -> dict[str, Metric]:
       float(w.sum() ** 2 / (len(w) * (w**2).sum())), 1
     ),
     'rollout_corr/kl': _mean(-r),
-    # |r| is often below 1e-6, where exp(r) - 1 - r would be only rounding error; expm1 avoids it.
+    # For small |r|, exp(r) - 1 - r loses digits by cancellation; expm1 keeps them.
     'rollout_corr/k3_kl': _mean(np.expm1(bounded) - r),
     'rollout_corr/chi2_token': _mean(np.expm1(2.0 * bounded)),
     'sampling/sampling_logp_difference/mean': _mean(size),

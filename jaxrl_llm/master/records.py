@@ -329,7 +329,8 @@ def _conversation(
 ) -> dict[str, Any]:
   """Returns the entries of a row that describe the turns of its sample: which tokens the policy
   sampled, the reward of each of the policy's turns, and the versions that sampled the tokens.
-  Entries that are trivial for a sample of one turn and one version are left out.
+  Leaves out `turns` if there is only one turn, `turn_rewards` if the reward has no turn values, and
+  `versions` if a single version sampled all tokens.
 
   Args:
     tokens: texts of the tokens after the prompt.

@@ -1,10 +1,10 @@
-"""Output heads. A head is one kernel `[out, embed]`; if the head is tied, this kernel is the
-embedding.
+"""Output heads. A head is one kernel `[out, embed]`; a tied head uses the embedding as its kernel.
+A 'value' or 'scalar' head has a single row. A new head is drawn from a normal distribution with
+standard deviation `initializer_range`, as `transformers` initialises `score`.
 
-Invariant: callers multiply hidden states with `head_kernel(params)` themselves. The decoder never
-does, so that `[batch, time, vocab]` need not be materialised. A 'value' or 'scalar' head is one new
-row, drawn from a normal distribution with standard deviation initializer_range, as `transformers`
-initialises `score`.
+Invariant: the decoder never applies the head. Callers multiply hidden states by
+`head_kernel(params, spec)` themselves, so that logits `[batch, time, vocab]` need not be
+materialised.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ class Trial:
   include the seed if the sweep sets seeds.
   """
   is_start: bool = False
-  """Whether this is the run from whose final weights the trials with its seed start."""
+  """Whether this is the start run of its seed: the run whose final weights initialise the trials
+  with the same seed.
+  """
 
   @property
   def key(self) -> str:

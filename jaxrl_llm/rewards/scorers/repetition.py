@@ -55,8 +55,8 @@ def score_repetition(attempt: Attempt, *, options: RepetitionOptions) -> Verdict
 
 
 def repetition_scorer(**options: Any) -> Scorer:
-  """Penalises repeated n-grams of words, in [-max_penalty, 0]. The options are
-  `RepetitionOptions`.
+  """Returns a scorer that penalises repeated n-grams of words, with values in (−max_penalty, 0].
+  The options are those of `RepetitionOptions`.
   """
   return functools.partial(
     score_repetition, options=read_options(RepetitionOptions, options, 'repetition')

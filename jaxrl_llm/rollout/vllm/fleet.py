@@ -563,8 +563,9 @@ class Fleet:
     self._changed.set()
 
   async def _until_serving(self, version: Version) -> None:
-    """Waits until at least one server serves the version. Raises RunError if the engine has ended,
-    for example because no server was available for too long.
+    """Waits until at least one server serves the version, and then resets every server's count of
+    assigned requests. Raises RunError if the engine has ended, for example because no server was
+    available for too long.
     """
     self._check_alive()
     while not self._is_served(version):

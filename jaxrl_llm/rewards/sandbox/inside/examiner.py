@@ -348,9 +348,10 @@ class Examiner:
     return error
 
   def _exception_class(self, kinds: list[str]) -> type[BaseException]:
-    """Returns the class that represents an exception class of the program in this process.
+    """Returns the class that stands in, in this process, for an exception class of the program.
 
-    It is a built-in or standard-library class, or an imitation of the program's class.
+    It is a built-in class, `ProgramError`, or a new class of the same name that is derived from the
+    known class that matches best.
 
     Args:
       kinds: names of the program's class and its bases, in MRO order.
