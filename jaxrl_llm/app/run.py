@@ -282,7 +282,8 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
       gc.freeze()
     outcome = await loop.run(parts, state)
   if outcome.stop:
-    return _stopped(outcome, path, leads=coordinator.leads)
+    newest = max(checkpoints.steps(), default=0)
+    return _stopped(outcome, path, newest, leads=coordinator.leads)
   prepared = ready.prepared if ready else None
   cards = await device.run(_export, config, path, prepared, model.spec, outcome.state.learned, mesh)
   if ready:
@@ -421,10 +422,17 @@ async def _opened(resources: Resources | None, process: Process, *, start: bool)
     await resources.close()
 
 
-def _stopped(outcome: Outcome, path: pathlib.Path, *, leads: bool) -> int:
+def _stopped(outcome: Outcome, path: pathlib.Path, committed: int, *, leads: bool) -> int:
+  """Tells the user where the run has stopped, and returns the exit code.
+
+  Args:
+    committed: step of the newest commit. Steps after an interrupted evaluation are not committed.
+  """
   name, step = signal.Signals(outcome.stop).name, outcome.state.step
   if leads:
     where = f'after step {step}, committed in {path}' if step else 'before the first step'
+    if committed < step:
+      where = f'after step {step}; step {committed} is committed in {path}'
     sys.stderr.write(f'stopped by {name} {where}; start the same command again to resume\n')
   return 128 + outcome.stop
 

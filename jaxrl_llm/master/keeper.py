@@ -339,6 +339,8 @@ class RunKeeper:
     if self._evaluation is not None and (suites := self._evaluation.suites) is not None:
       suites.cancel()
       await asyncio.wait({suites}, timeout=_WITHOUT_PEER_S)
+      if suites.done() and not suites.cancelled() and (failed := suites.exception()) is not None:
+        logging.warning('The evaluation in progress failed too: %s', failed)
     task, self._in_flight = self._in_flight, None
     if task is None:
       return

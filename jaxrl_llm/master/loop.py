@@ -280,12 +280,13 @@ async def _renew_engine(parts: Parts, stage: Stage, state: LoopState) -> LoopSta
   """Publishes the policy to the engine, or the newest weights of another run that the stage
   follows. If a signal ends the run, publishes nothing and returns the state with `stop` set.
 
-  While an evaluation is in progress, publishes nothing as long as the stage's bound permits batches
-  of the version that the engine serves, and otherwise waits until the evaluation ends.
+  While an evaluation is in progress, publishes nothing as long as groups may start for the next
+  batch with the version that the engine serves, and otherwise waits until the evaluation ends.
   """
   keeper, publisher, stopwatch = parts.keeper, parts.publisher, parts.process.stopwatch
   if keeper.evaluating:
-    may_defer = state.step - publisher.served.step <= stage.bound
+    lag = state.step - publisher.served.step
+    may_defer = not stage.follows and lag <= stage.batches_ahead
     state = await keeper.evaluated(state, wait=not may_defer)
     if keeper.evaluating or state.stop:
       return state

@@ -469,7 +469,7 @@ def test_training_continues_beside_an_evaluation_as_far_as_the_bound_permits(
 ):
   """At the latest, the end of the stage waits for the evaluation."""
   held = Held(last)
-  run = held.run = Run(tmp_path, tokenizer, hold=held, bound=bound, **OVERLAPPED)
+  run = held.run = Run(tmp_path, tokenizer, hold=held, batches_ahead=bound, **OVERLAPPED)
   outcome = run.start()
   assert (outcome.stop, outcome.state.step) == (0, 16)
   assert held.asked == [*range(4, last + 1)]
@@ -495,7 +495,7 @@ def test_a_stage_without_rollouts_trains_on_until_the_next_evaluation(tmp_path, 
 def test_without_the_option_training_waits_for_evaluations(tmp_path, tokenizer):
   held = Held(None)
   held.last = 4  # Its evaluation would never end.
-  options = {**OVERLAPPED, 'overlap_evaluation': False, 'bound': 9}
+  options = {**OVERLAPPED, 'overlap_evaluation': False, 'batches_ahead': 9}
 
   def hold():
     held.polls += 1
@@ -513,13 +513,13 @@ def test_an_evaluation_interrupted_beside_training_is_repeated_with_the_steps_af
     tokenizer,
     hold=lambda: run.engine.version.step == 4,
     interrupt=lambda step, suite: step == 4 and 6 in run.asked,
-    bound=9,
+    batches_ahead=9,
     **OVERLAPPED,
   )
   outcome = run.start()
   assert outcome.stop == signal.SIGTERM and outcome.state.step > 4
   assert {step: host['evaluated'] for step, host in run.commits.items()} == {4: False}
-  again = Run(tmp_path, tokenizer, bound=9, **OVERLAPPED)
+  again = Run(tmp_path, tokenizer, batches_ahead=9, **OVERLAPPED)
   assert again.start().state.learned.policy.params['w'].tolist() == [16.0, 16.0]
   rows = [row[1:] for row in written(tmp_path)]
   assert len(rows) == len(set(rows)) == 16 + 5 * 2
@@ -537,7 +537,7 @@ def test_an_evaluation_that_fails_beside_training_ends_the_run(tmp_path, tokeniz
     tokenizer,
     judge=judge,
     hold=lambda: run.engine.version.step == 4 and 6 not in run.asked,
-    bound=9,
+    batches_ahead=9,
     **OVERLAPPED,
   )
   with pytest.raises(ExceptionGroup) as raised:

@@ -28,6 +28,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.learner.algorithm import Algorithm, Setting
 from jaxrl_llm.learner.catalogue import ALGORITHMS, OFFLINE, PAIRWISE
 from jaxrl_llm.learner.optimizer import build_optimizer
+from jaxrl_llm.master.exploring.batch_policy import batches_ahead
 from jaxrl_llm.master.exploring.processors import PROCESSORS, Processor, ProcessorConfig
 from jaxrl_llm.master.exploring.verifying import ModelProcessor
 from jaxrl_llm.master.trainer import Optimization, Stage
@@ -144,7 +145,9 @@ def _stage(
     overlap_evaluation=stage.overlap_evaluation,
     explores=stage.explores,
     publish_every=source.publish_every if isinstance(source, Rollouts) else 1,
-    bound=source.bound if isinstance(source, Rollouts) else 0,
+    batches_ahead=batches_ahead(source.batch_policy, source.bound)
+    if isinstance(source, Rollouts)
+    else 0,
     recorded=isinstance(source, Recorded | Followed),
     follows=isinstance(source, Rollouts) and source.follow is not None,
     export_every=source.export_every if isinstance(source, Followed) else None,
@@ -297,6 +300,13 @@ def _check_partial(stage: StageConfig, config: Config, algorithm: Algorithm) -> 
       f'stages.{stage.name}.algorithm: rollout.partial.loss {partial.loss!r} trains on tokens of '
       f'older weights, for which {stage.algorithm.name} has no correction here; set its rollout_is '
       "to 'token', or loss to 'current_only'"
+    )
+  places, size = workflow.options.get('concurrency'), getattr(stage.source, 'group_size', 1)
+  if isinstance(places, int) and places < size:
+    raise UserError(
+      f'rollout.workflow.options.concurrency: {places}, and with rollout.partial the samples of a '
+      f'group keep their places until all have spent their budgets; wanted at least {size} '
+      f'(stages.{stage.name}.source.group_size)'
     )
   is_single_turn = workflow.kind == WorkflowConfig().kind
   if partial.loss != 'all' and algorithm.credits_tokens and not is_single_turn:

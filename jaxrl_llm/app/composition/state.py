@@ -91,12 +91,13 @@ def _awaited(config: Config, stages: Sequence[Stage], step: int) -> set[str]:
 
 
 def _awaited_as_reward_model(config: Config, stages: Sequence[Stage], step: int) -> set[str]:
-  """Returns the name of the stage that trains the reward model, as a set. The set is empty if no
-  rollouts after `step` are scored with this model, or if it is read from files.
+  """Returns the name of the stage that trains the reward model, as a set. The set is empty if the
+  run has left all stages that are scored with this model, or if it is read from files.
   """
   trained = config.reward_model.stage if config.reward_model is not None else None
   scored = any(
-    built.end > step and config.scored_by_trainer(stage)
+    # A stage that has just ended may still be extended.
+    built.end >= step and config.scored_by_trainer(stage)
     for built, stage in zip(stages, config.stages, strict=True)
   )
   return {trained} if trained is not None and scored else set()

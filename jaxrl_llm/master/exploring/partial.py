@@ -196,9 +196,9 @@ class PartialGroup:
     """Number of tokens that each sample may still generate."""
     self._new: list[dict[str, Span]] = [{} for _ in spans]
     """Tokens of this iteration, keyed by the digest of the request, for each sample."""
-    self._answers: dict[tuple[int, str], asyncio.Future[Completion]] = {}
-    """Completion of each request, keyed by sample index and digest. A future stays pending if the
-    sample has used up its budget.
+    self._answers: dict[tuple[int, str, int], asyncio.Future[Completion]] = {}
+    """Completion of each request, keyed by sample index, digest and maximum length. A future stays
+    pending if the sample has used up its budget.
     """
     self._generating: collections.Counter[int] = collections.Counter()
     """Number of requests that the engine is working on, keyed by sample index."""
@@ -210,15 +210,14 @@ class PartialGroup:
     self._tasks: set[asyncio.Task] = set()
     """Tasks that wait for the engine."""
     self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    """Completes when no sample can continue, or with the error of a request."""
+    """Completes when no sample can continue."""
 
   async def close(self) -> None:
     """Cancels the requests that the engine is working on."""
     for task in self._tasks:
       task.cancel()
     await asyncio.gather(*self._tasks, return_exceptions=True)
-    if not self._ended.cancel():
-      self._ended.exception()  # Otherwise, asyncio would log that the error was never read.
+    self._ended.cancel()
 
   def covers(self, request: Request) -> bool:
     """Returns whether the request is for samples of the group. An explorer may send any index."""
@@ -227,11 +226,13 @@ class PartialGroup:
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
     """Yields completions with their indices; see `Generator.generate`. The completion of a sample
     that has used up its budget is not yielded. A repeated request gets the same completions.
+    Closing the iterator does not cancel unfinished completions, since another explorer may repeat
+    the request.
     """
-    digest = _digest(request)
+    digest, limit = _digest(request), request.max_tokens
     indices = range(request.first, request.first + request.samples)
-    self._begin(request, digest, [i for i in indices if (i, digest) not in self._answers])
-    pending = {self._answers[index, digest]: index for index in indices}
+    self._begin(request, digest, [i for i in indices if (i, digest, limit) not in self._answers])
+    pending = {self._answers[index, digest, limit]: index for index in indices}
     while pending:
       # Wait 'completion': bounded by the waits 'limits' and 'collect'.
       done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -245,9 +246,13 @@ class PartialGroup:
     async def gather() -> None:
       async with contextlib.aclosing(rollouts):
         async for rollout in rollouts:
-          index = rollout.sample.sample_index
-          arrived[index] = rollout
-          self._finished.add(index)
+          index, verdict = rollout.sample.sample_index, rollout.verdict
+          # A sample that gave up waiting for a cut completion is continued all the same.
+          if index not in self._held:
+            arrived[index] = rollout
+            self._finished.add(index)
+          if verdict is not None and verdict.value is None:
+            self._unrepeated[index].clear()  # It failed before it could repeat all requests.
           self._changed()
 
     gathering, is_idle = asyncio.create_task(gather()), False
@@ -258,9 +263,8 @@ class PartialGroup:
           {gathering, self._ended}, timeout=_IDLE_S, return_when=asyncio.FIRST_COMPLETED
         )
         is_idle = before == self._changes and bool(self._held) and not self._generating.total()
-      for waited in (gathering, self._ended):
-        if waited.done():
-          waited.result()
+      if gathering.done():
+        gathering.result()
     finally:
       gathering.cancel()  # This has no effect on a completed task.
       await asyncio.gather(gathering, return_exceptions=True)
@@ -275,7 +279,6 @@ class PartialGroup:
     """Answers new requests from the stored tokens, or has the engine work on them."""
     limits: dict[int, int] = {}
     for index in indices:
-      self._answers[index, digest] = asyncio.get_running_loop().create_future()
       before = self._before(index, digest)
       remaining = request.max_tokens - (0 if before is None else len(before.tokens))
       if remaining < (before is not None and before.finish is None):
@@ -285,8 +288,13 @@ class PartialGroup:
           f'{len(before.tokens)} tokens; wanted the length with which it was begun, or branch with '
           '--reset_store'
         )
+    for index in indices:
+      before = self._before(index, digest)
+      remaining = request.max_tokens - (0 if before is None else len(before.tokens))
+      answer = asyncio.get_running_loop().create_future()
+      self._answers[index, digest, request.max_tokens] = answer
       if before is not None and before.finish is not None:
-        self._answer(index, digest, before)
+        answer.set_result(_completion(before))
       elif self._budgets[index] < 1:
         self._held.add(index)
       else:
@@ -313,12 +321,7 @@ class PartialGroup:
     self._generating.update(indices)
     task = asyncio.create_task(self._generate(part, request, digest))
     self._tasks.add(task)
-    task.add_done_callback(self._end_task)
-
-  def _end_task(self, task: asyncio.Task) -> None:
-    self._tasks.discard(task)
-    if not task.cancelled() and (error := task.exception()) and not self._ended.done():
-      self._ended.set_exception(error)
+    task.add_done_callback(self._tasks.discard)
 
   def _before(self, index: int, digest: str) -> Span | None:
     """Returns the tokens that earlier iterations generated for a request, or None if there are
@@ -332,26 +335,38 @@ class PartialGroup:
 
   async def _generate(self, part: Request, request: Request, digest: str) -> None:
     """Answers `request` with the tokens of earlier iterations and those that the engine generates
-    for `part`. A completion that the budget has cut does not answer the request.
+    for `part`. A completion that the budget has cut does not answer the request. If the engine
+    raises an error, so does the request, which may then be repeated.
     """
-    async with contextlib.aclosing(self._sample(part)) as completions:
-      async for index, completion in completions:
-        before = self._before(index, digest)
-        new = _new_span(completion, before, request.max_tokens, request.sampling)
-        self._new[index][digest] = new
-        self._budgets[index] -= len(new.tokens)
+    unanswered = {*range(part.first, part.first + part.samples)}
+    try:
+      async with contextlib.aclosing(self._sample(part)) as completions:
+        async for index, completion in completions:
+          self._take(index, completion, request, digest)
+          unanswered.discard(index)
+    except Exception as error:
+      for index in unanswered:
         self._generating[index] -= 1
-        if new.finish is None:
-          self._held.add(index)
-        else:
-          self._answer(index, digest, new if before is None else joined([before, new]))
-        self._changed()
+        answer = self._answers.pop((index, digest, request.max_tokens))
+        answer.set_exception(error)
+        answer.exception()  # Otherwise, asyncio logs it if the workflow no longer waits.
+      self._changed()
 
-  def _answer(self, index: int, digest: str, span: Span) -> None:
-    completion = Completion(
-      tokens=span.tokens, logprobs=span.logprobs, finish=span.finish, segments=span.segments
-    )
-    self._answers[index, digest].set_result(completion)
+  def _take(self, index: int, completion: Completion, request: Request, digest: str) -> None:
+    """Records what the engine has generated for a sample, and answers the request if its completion
+    has ended.
+    """
+    before = self._before(index, digest)
+    new = _new_span(completion, before, request.max_tokens, request.sampling)
+    self._new[index][digest] = new
+    self._budgets[index] -= len(new.tokens)
+    self._generating[index] -= 1
+    if new.finish is None:
+      self._held.add(index)
+    else:
+      whole = new if before is None else joined([before, new])
+      self._answers[index, digest, request.max_tokens].set_result(_completion(whole))
+    self._changed()
 
   def _changed(self) -> None:
     """Ends the iteration if no sample can continue and some samples are unfinished."""
@@ -361,11 +376,18 @@ class PartialGroup:
       self._ended.set_result(None)
 
 
+def _completion(span: Span) -> Completion:
+  return Completion(
+    tokens=span.tokens, logprobs=span.logprobs, finish=span.finish, segments=span.segments
+  )
+
+
 def _digest(request: Request) -> str:
   """Returns a digest of a request for a completion. It is the same in all iterations."""
   # It covers the sampling parameters, because an explorer may repeat a request with different ones.
   sampling = request.sampling
-  how = (request.key, sampling.temperature, sampling.top_p, sampling.top_k, request.stop_ids)
+  filters = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_detection)
+  how = (request.key, filters, request.stop_ids)
   digest = hashlib.blake2b(repr(how).encode(), digest_size=8)
   digest.update(np.array(request.prompt, '<i4').tobytes())
   return digest.hexdigest()

@@ -300,6 +300,8 @@ def one_request(key, samples=1, *, first=0, prompt=(5,), max_tokens=9):
 class Rolled:
   """What `collect` reads of a rollout."""
 
+  verdict = None
+
   def __init__(self, index):
     self.sample = dataclasses.make_dataclass('Sample', ['sample_index'])(index)
 
@@ -378,6 +380,48 @@ def test_a_request_that_is_made_twice_is_answered_once_and_others_pass_by(tokeni
 
   assert len(asyncio.run(main())) == 1
   assert [request.samples for request in engine.requests] == [1, 2, 3, 1]
+
+
+def test_an_error_of_the_engine_reaches_the_request_which_may_be_made_again(tokenizer):
+  engine = Lengths(tokenizer)
+  engine.fail_at, engine.error = 0, UserError('too long for the engine')
+
+  async def main():
+    partials = PartialGenerator(engine.generate)
+
+    async def workflow():
+      with pytest.raises(UserError, match='too long'):
+        async for _ in partials.generate(one_request(7)):
+          pass
+      assert [index async for index, _ in partials.generate(one_request(7))] == [0]
+      yield Rolled(0)
+
+    config = PartialConfig(budget=LONGEST)
+    return await partials.collect('grpo/g/0', config, [[]], workflow())
+
+  assert len(asyncio.run(main())) == 1
+
+
+def test_a_sample_that_gives_up_waiting_is_continued_all_the_same(tokenizer):
+  async def main():
+    engine = exploring.ContinuingEngine(tokenizer, lambda request, index: 4)
+    partials = PartialGenerator(engine.generate)
+
+    async def workflow():
+      with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5):
+          async for _ in partials.generate(one_request(7)):
+            pass
+      yield Rolled(0)
+      yield Rolled(1)
+
+    config = PartialConfig(budget=1, max_spans=9)
+    with pytest.raises(GroupCut) as cut:
+      await partials.collect('grpo/g/0', config, [[], []], workflow())
+    return cut.value
+
+  cut = simulated(main(), deadline_s=60)
+  assert cut.spans[0].finish is None and not cut.by_clock
 
 
 def part(*tokens, step=0, finish=None):
