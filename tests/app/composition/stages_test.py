@@ -28,6 +28,7 @@ from jaxrl_llm.rewards.api import ScorerConfig
 from jaxrl_llm.rewards.sandbox.isolation import NoIsolation
 from jaxrl_llm.rewards.scorers.verifier import scorer as verifier
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
+from jaxrl_llm.rollout.workflow import WorkflowConfig
 from jaxrl_llm.tasks.sampler import SamplerConfig
 
 REFERENCE = {'kl_loss_coef': 0.1, 'reference': {'every': 1}}
@@ -104,6 +105,36 @@ def test_tokens_of_older_weights_need_an_algorithm_that_corrects_them(algorithm,
       built(config)
   else:
     built(config)
+
+
+@pytest.mark.parametrize(
+  ('source', 'ahead'),
+  [({'bound': 0}, 0), ({'bound': 2}, 2), ({'bound': 2, 'batch_policy': 'complete_first'}, 1)],
+)
+def test_a_stage_knows_for_how_many_batches_its_groups_start_ahead(source, ahead):
+  """An evaluation beside training may defer a publication for no more."""
+  assert built(changed('quickstart.py', source))[-1].batches_ahead == ahead
+
+
+PLACES = {'environment': 'x:Y', 'concurrency': 4}
+
+
+@pytest.mark.parametrize(
+  ('workflow', 'algorithm', 'line'),
+  [
+    (WorkflowConfig(kind='environment', options=PLACES), 'grpo', 'concurrency: 4, and with'),
+    (WorkflowConfig(kind='environment'), 'ppo', 'ppo credits the rewards of turns'),
+  ],
+)
+def test_partial_rollouts_of_workflows_have_limits(workflow, algorithm, line):
+  config = changed('quickstart.py', algorithm=AlgorithmConfig(name=algorithm))
+  partial = PartialConfig(budget=4)
+  rollout = dataclasses.replace(
+    config.rollout, partial=partial, workflow=workflow, embedded=EmbeddedConfig()
+  )
+  with pytest.raises(UserError, match=line) as refused:
+    built(dataclasses.replace(config, rollout=rollout))
+  assert '\n' not in str(refused.value)
 
 
 def test_an_algorithm_reads_the_response_length_of_its_stage():
