@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from browsing import open_page
+from browsing import open_page, wait_for_count
 from paths import ROOT
 from selenium.webdriver.common.by import By
 
@@ -194,7 +194,7 @@ def test_the_page_fits_and_shows_means_runs_and_tasks(browser, runs, tmp_path, s
   assert len(browser.find_elements(By.CSS_SELECTOR, f'{chart} path.raw')) == 2
   assert len(browser.find_elements(By.CSS_SELECTOR, f'{chart} path.band')) == 2
   browser.find_element(By.CSS_SELECTOR, '[data-value="runs"]').click()
-  assert len(browser.find_elements(By.CSS_SELECTOR, f'{chart} path.raw')) == 4
+  wait_for_count(browser, f'{chart} path.raw', 4)
   assert texts(browser, '#differences td.key') == ['seed', 'stages.grpo.optimizer.peak_lr']
   assert texts(browser, '.answers th.run') == ['b1', 'a1'], 'the best runs of the two best points'
   browser.find_element(By.CSS_SELECTOR, '.answers [data-value="differ"]').click()

@@ -6,6 +6,8 @@ import shutil
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
 
 FLAGS = (
   '--headless=new',
@@ -43,3 +45,12 @@ def open_page(
   metrics = {'width': width, 'height': 1000, 'deviceScaleFactor': 1, 'mobile': False}
   browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', metrics)
   browser.get(page.as_uri())
+
+
+def wait_for_count(browser: webdriver.Chrome, selector: str, count: int) -> None:
+  """Returns once so many elements match, for the page draws after a click when it has time."""
+
+  def matches(browser: webdriver.Chrome) -> bool:
+    return len(browser.find_elements(By.CSS_SELECTOR, selector)) == count
+
+  WebDriverWait(browser, 30).until(matches, f'{count} of {selector}')
