@@ -8,6 +8,8 @@ depends on `delays`.
 from __future__ import annotations
 
 import asyncio
+import collections
+import json
 import random
 from collections.abc import Callable, Sequence
 
@@ -252,6 +254,52 @@ class Exploration:
   def number(self, attempt: Attempt) -> int:
     """Which of the tasks an attempt is at."""
     return self.tasks.index(attempt.task)
+
+
+class Batches:
+  """Batches of two groups of two, one after the other, with what a commit would hold after each.
+
+  Attributes:
+    scored: how often each attempt was scored.
+    states: the explorer's state as JSON after each number of batches.
+    training: turns of the event loop that an update takes.
+  """
+
+  def __init__(
+    self,
+    tokenizer: Tokenizer,
+    store: ReplayStore,
+    engine: FakeEngine,
+    *,
+    attempt: int = 0,
+    **config,
+  ):
+    self.scored: collections.Counter[str] = collections.Counter()
+    self.engine, self.store, self.attempt, self.training = engine, store, attempt, 0
+    self.states: dict[int, str] = {}
+    self.exploration = Exploration(tokenizer, store, self.judge, engine=engine, **config)
+    self.explorer = self.exploration.explorer
+
+  def judge(self, attempt: Attempt) -> float | None:
+    self.scored[attempt.uid] += 1
+    return float(attempt.response_len)
+
+  async def collect(self, first: int, end: int) -> list[tuple[list[Experience], dict[str, int]]]:
+    """Members and counts of each batch from `first` to before `end`."""
+    found = []
+    async with self.explorer.running():
+      for step in range(first, end):
+        self.engine._version = Version(self.attempt, step)
+        self.explorer.advance(step, step)
+        batch, counts = await self.explorer.collect()
+        uids = [member.sample.uid for member in batch]
+        self.store.at(step).seal(uids)
+        for _ in range(self.training):  # The next batches are generated meanwhile.
+          await asyncio.sleep(0)
+        self.explorer.complete(uids)
+        self.states[step + 1] = json.dumps(self.explorer.state())
+        found.append((batch, counts))
+    return found
 
 
 def new_store(directory) -> ReplayStore:

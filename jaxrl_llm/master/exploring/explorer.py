@@ -48,7 +48,7 @@ from jaxrl_llm.master.exploring.outcomes import Outcomes
 from jaxrl_llm.master.exploring.partial import GroupCut
 from jaxrl_llm.master.exploring.processors import Processed, Processors
 from jaxrl_llm.master.exploring.recall import read_members, recall
-from jaxrl_llm.master.exploring.runner import DIVERGED, GroupExpired, GroupOrder, GroupRunner
+from jaxrl_llm.master.exploring.runner import GroupExpired, GroupOrder, GroupRunner
 from jaxrl_llm.master.exploring.scheduling import Immediate, Rounds, Scheduler, ScoringRounds
 from jaxrl_llm.master.exploring.selection import Experience, sampled_tokens
 from jaxrl_llm.master.exploring.started import StartedGroup, StartedGroups, Waiting
@@ -708,17 +708,11 @@ class Explorer:
     self._discard(group, 0)
     self._writer.drop(group.uids, reason)
     self._counts[f'dropped/{reason}'] += group.size
-    self._drop_group(group, reason, f'task {group.task.uid} {self._failure(reason)}')
+    limits = self._config.limits
+    self._drop_group(
+      group, reason, f'task {group.task.uid} took too long ({reason}, limits {limits})'
+    )
     self._progress.set()
-
-  def _failure(self, reason: str) -> str:
-    """Returns the message for a reason of `GroupExpired`."""
-    if reason == DIVERGED:
-      return (
-        'made different requests when rollout.partial continued it: its environment, tools or '
-        'prompts did not behave as before'
-      )
-    return f'took too long ({reason}, limits {self._config.limits})'
 
   def _admit(
     self, group: StartedGroup, members: list[Experience], processed: Processed | None

@@ -28,9 +28,10 @@ import hashlib
 import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
+from absl import logging
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish, Sample
@@ -120,10 +121,17 @@ class GroupCut(Exception):
     self.spans, self.by_clock = spans, by_clock
 
 
-class GroupDiverged(Exception):
-  """Raised when a workflow that was run again has not repeated its earlier requests, so the tokens
-  of earlier iterations do not answer its requests.
-  """
+class _Call(NamedTuple):
+  """Request of a workflow, with what earlier iterations generated for it."""
+
+  request: Request
+  digest: str
+  before: Mapping[int, Span]
+  """Tokens of earlier iterations, keyed by sample index. Samples without any are left out."""
+
+  def so_far(self, index: int) -> int:
+    """Returns the number of tokens that earlier iterations generated for a sample."""
+    return len(self.before[index].tokens) if index in self.before else 0
 
 
 class PartialGenerator:
@@ -162,7 +170,6 @@ class PartialGenerator:
 
     Raises:
       GroupCut: a sample is unfinished and has used up its budget.
-      GroupDiverged: the workflow has not repeated its earlier requests.
       UserError: the length limit was lowered, so that the tokens of earlier iterations exceed it or
         leave no room to continue a sample.
     """
@@ -188,8 +195,6 @@ class PartialGroup:
     self._sample, self._name = sample, name
     self._stored = [by_request(of_sample) for of_sample in spans]
     """Completions of earlier iterations, keyed by the digest of the request, for each sample."""
-    self._unrepeated = [{*stored} for stored in self._stored]
-    """Digests of the earlier requests that the workflow has not repeated yet, for each sample."""
     self._budgets: list[float] = [
       math.inf if len(of_sample) + 1 >= config.max_spans else config.budget for of_sample in spans
     ]
@@ -246,13 +251,11 @@ class PartialGroup:
     async def gather() -> None:
       async with contextlib.aclosing(rollouts):
         async for rollout in rollouts:
-          index, verdict = rollout.sample.sample_index, rollout.verdict
+          index = rollout.sample.sample_index
           # A sample that gave up waiting for a cut completion is continued all the same.
           if index not in self._held:
             arrived[index] = rollout
             self._finished.add(index)
-          if verdict is not None and verdict.value is None:
-            self._unrepeated[index].clear()  # It failed before it could repeat all requests.
           self._changed()
 
     gathering, is_idle = asyncio.create_task(gather()), False
@@ -268,73 +271,83 @@ class PartialGroup:
     finally:
       gathering.cancel()  # This has no effect on a completed task.
       await asyncio.gather(gathering, return_exceptions=True)
-    if any(self._unrepeated) and not is_idle:
-      raise GroupDiverged(self._name)
+    if not is_idle:
+      self._warn_of_unused_tokens()
     if len(arrived) < len(self._new):
       spans = {index: _span(new) for index, new in enumerate(self._new) if new}
       raise GroupCut(spans, by_clock=is_idle)
     return [arrived[index] for index in sorted(arrived)]
 
+  def _warn_of_unused_tokens(self) -> None:
+    """Logs a warning if the workflow has not repeated all requests of earlier iterations."""
+    asked = {(index, digest) for index, digest, _ in self._answers}
+    if any(
+      digest and (index, digest) not in asked
+      for index, stored in enumerate(self._stored)
+      for digest in stored
+    ):
+      logging.log_first_n(
+        logging.WARNING,
+        'rollout.partial: group %s made other requests than in an earlier batch, so tokens of that '
+        'batch are wasted; its environment, tools and prompts should repeat themselves',
+        5,
+        self._name,
+      )
+
   def _begin(self, request: Request, digest: str, indices: Sequence[int]) -> None:
     """Answers new requests from the stored tokens, or has the engine work on them."""
-    limits: dict[int, int] = {}
-    for index in indices:
-      before = self._before(index, digest)
-      remaining = request.max_tokens - (0 if before is None else len(before.tokens))
-      if remaining < (before is not None and before.finish is None):
+    call = _Call(request, digest, self._stored_tokens(digest, indices))
+    for index, before in call.before.items():
+      if call.so_far(index) > request.max_tokens - (before.finish is None):
         raise UserError(
           f'rollout.max_response_length: got {request.max_tokens}, but the partial sample '
           f'{self._name}/{index} {"continues after" if before.finish is None else "has"} '
           f'{len(before.tokens)} tokens; wanted the length with which it was begun, or branch with '
           '--reset_store'
         )
+    limits: dict[int, int] = {}
     for index in indices:
-      before = self._before(index, digest)
-      remaining = request.max_tokens - (0 if before is None else len(before.tokens))
       answer = asyncio.get_running_loop().create_future()
       self._answers[index, digest, request.max_tokens] = answer
-      if before is not None and before.finish is not None:
-        answer.set_result(_completion(before))
+      if index in call.before and call.before[index].finish is not None:
+        answer.set_result(_completion(call.before[index]))
       elif self._budgets[index] < 1:
         self._held.add(index)
       else:
-        limits[index] = int(min(remaining, self._budgets[index]))
-    continued = [index for index in limits if self._before(index, digest) is not None]
-    for index in continued:
-      begun = self._before(index, digest).tokens.tolist()
+        limits[index] = int(min(request.max_tokens - call.so_far(index), self._budgets[index]))
+    for index in [index for index in limits if index in call.before]:
+      begun = call.before[index].tokens.tolist()
       part = dataclasses.replace(request, prompt=(*request.prompt, *begun), begun=len(begun))
-      self._start(part, request, digest, [index], limits[index])
+      self._start(call, part, [index], limits[index])
     # New completions are requested together, so that the engine computes their prompt once.
-    new = [index for index in limits if index not in continued]
+    new = [index for index in limits if index not in call.before]
     places = {index: place for place, index in enumerate(new)}
     for (limit, _), run in itertools.groupby(new, lambda i: (limits[i], i - places[i])):
-      self._start(request, request, digest, [*run], limit)
+      self._start(call, request, [*run], limit)
     self._changed()
 
-  def _start(
-    self, part: Request, request: Request, digest: str, indices: Sequence[int], limit: int
-  ) -> None:
-    """Has the engine generate up to `limit` tokens for consecutive samples. `part` is `request`
-    with the tokens of earlier iterations appended to its prompt.
+  def _stored_tokens(self, digest: str, indices: Sequence[int]) -> dict[int, Span]:
+    """Returns the tokens that earlier iterations generated for a request, keyed by sample index."""
+    tokens: dict[int, Span] = {}
+    for index in indices:
+      stored = self._stored[index]
+      # A record without digests belongs to a sample that makes only one request.
+      if (span := stored.get('' if '' in stored else digest)) is not None:
+        tokens[index] = span
+    return tokens
+
+  def _start(self, call: _Call, part: Request, indices: Sequence[int], limit: int) -> None:
+    """Has the engine generate up to `limit` tokens for consecutive samples. `part` is the request
+    of `call` with the tokens of earlier iterations appended to its prompt.
     """
     part = dataclasses.replace(part, first=indices[0], samples=len(indices), max_tokens=limit)
     self._generating.update(indices)
-    task = asyncio.create_task(self._generate(part, request, digest))
+    task = asyncio.create_task(self._generate(call, part))
     self._tasks.add(task)
     task.add_done_callback(self._tasks.discard)
 
-  def _before(self, index: int, digest: str) -> Span | None:
-    """Returns the tokens that earlier iterations generated for a request, or None if there are
-    none.
-    """
-    stored = self._stored[index]
-    # A record without digests belongs to a sample that makes only one request.
-    key = '' if '' in stored else digest
-    self._unrepeated[index].discard(key)
-    return stored.get(key)
-
-  async def _generate(self, part: Request, request: Request, digest: str) -> None:
-    """Answers `request` with the tokens of earlier iterations and those that the engine generates
+  async def _generate(self, call: _Call, part: Request) -> None:
+    """Answers a request with the tokens of earlier iterations and those that the engine generates
     for `part`. A completion that the budget has cut does not answer the request. If the engine
     raises an error, so does the request, which may then be repeated.
     """
@@ -342,30 +355,30 @@ class PartialGroup:
     try:
       async with contextlib.aclosing(self._sample(part)) as completions:
         async for index, completion in completions:
-          self._take(index, completion, request, digest)
+          self._take(call, index, completion)
           unanswered.discard(index)
     except Exception as error:
       for index in unanswered:
         self._generating[index] -= 1
-        answer = self._answers.pop((index, digest, request.max_tokens))
+        answer = self._answers.pop((index, call.digest, call.request.max_tokens))
         answer.set_exception(error)
         answer.exception()  # Otherwise, asyncio logs it if the workflow no longer waits.
       self._changed()
 
-  def _take(self, index: int, completion: Completion, request: Request, digest: str) -> None:
+  def _take(self, call: _Call, index: int, completion: Completion) -> None:
     """Records what the engine has generated for a sample, and answers the request if its completion
     has ended.
     """
-    before = self._before(index, digest)
-    new = _new_span(completion, before, request.max_tokens, request.sampling)
-    self._new[index][digest] = new
+    before, limit = call.before.get(index), call.request.max_tokens
+    new = _new_span(completion, before, limit, call.request.sampling)
+    self._new[index][call.digest] = new
     self._budgets[index] -= len(new.tokens)
     self._generating[index] -= 1
     if new.finish is None:
       self._held.add(index)
     else:
       whole = new if before is None else joined([before, new])
-      self._answers[index, digest, request.max_tokens].set_result(_completion(whole))
+      self._answers[index, call.digest, limit].set_result(_completion(whole))
     self._changed()
 
   def _changed(self) -> None:

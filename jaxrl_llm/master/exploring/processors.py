@@ -39,7 +39,6 @@ from jaxrl_llm.master.exploring.verifying import (
 )
 
 RESERVED = (
-  'diverged',
   'experience',
   'given_up',
   'groups',

@@ -19,7 +19,6 @@ from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.judging import judge, judge_group
 from jaxrl_llm.master.exploring.partial import (
   GroupCut,
-  GroupDiverged,
   PartialGenerator,
   keep_loss,
 )
@@ -30,7 +29,7 @@ from jaxrl_llm.rollout.contract import checked_run
 from jaxrl_llm.rollout.workflow import Rollout, Workflow
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
-_TIMEOUT, _STRAGGLER, DIVERGED = 'timeout', 'straggler', 'diverged'
+_TIMEOUT, _STRAGGLER = 'timeout', 'straggler'
 
 Placed = Callable[[], Awaitable[bool]]
 
@@ -59,9 +58,8 @@ class Judged(NamedTuple):
 
 
 class GroupExpired(Exception):
-  """Raised when a group must be dropped. The exception's argument is the reason: 'timeout' or
-  'straggler' if the group exceeded its time limits, 'diverged' if its workflow did not repeat the
-  requests of earlier iterations.
+  """Raised when a group exceeded its time limits. The argument is the drop reason, 'timeout' or
+  'straggler'.
   """
 
 
@@ -111,8 +109,7 @@ class GroupRunner:
     Raises:
       GroupCut: a sample has spent its budget, or the batch does not take the group. A later
         iteration continues the group.
-      GroupExpired: the last permitted try timed out, or a try exceeded the straggler limit, or the
-        workflow did not repeat the requests of earlier iterations.
+      GroupExpired: the last permitted try timed out, or a try exceeded the straggler limit.
     """
     limits = self._config.limits
     for tried in itertools.count():
@@ -131,8 +128,6 @@ class GroupRunner:
       except GroupCut as cut:
         self.clock_decisions += cut.by_clock
         raise
-      except GroupDiverged:
-        raise GroupExpired(DIVERGED) from None
       else:
         self._durations.append(time.monotonic() - begun - hold.waited_s)
         return judged
@@ -179,7 +174,7 @@ class GroupRunner:
     try:
       try:
         runs = await self._generate(order, placed)
-      except (GroupCut, GroupDiverged):
+      except GroupCut:
         self._events.reply(open_requests.pop(Edge.ROLLOUT), count=0)
         raise
       async with asyncio.TaskGroup() as scoring:

@@ -73,49 +73,21 @@ def various(number, index):
   return 1 + (7 * number + 3 * index * index + number * index) % LONGEST
 
 
-class Run:
-  """Batches of two groups of two, one after the other, with what a commit would hold after each."""
-
-  def __init__(self, tokenizer, store, length, *, delays=0, attempt=0, batches=None, **config):
-    self.scored, self.training = collections.Counter(), 0
-    self.engine = Scripted(tokenizer, length, delays=delays)
-    self.store, self.attempt = store, attempt
-    self.exploration = exploring.Exploration(
+class Run(exploring.Batches):
+  def __init__(self, tokenizer, store, length, *, delays=0, batches=None, **config):
+    super().__init__(
       tokenizer,
       store,
-      self.judge,
+      Scripted(tokenizer, length, delays=delays),
       delays=delays,
-      engine=self.engine,
       max_tokens=LONGEST,
       batches=batches,
       **{'partial': BUDGETED, **config},
     )
-    self.explorer = self.exploration.explorer
-    self.states = {}
-
-  def judge(self, attempt):
-    self.scored[attempt.uid] += 1
-    return float(attempt.response_len)
 
   def batches(self, first, end):
-    """Counts, and the members of each batch from `first` to before `end`."""
-    return simulated(self._batches(first, end), deadline_s=30)
-
-  async def _batches(self, first, end):
-    found = []
-    async with self.explorer.running():
-      for step in range(first, end):
-        self.engine._version = Version(self.attempt, step)
-        self.explorer.advance(step, step)
-        batch, counts = await self.explorer.collect()
-        uids = [member.sample.uid for member in batch]
-        self.store.at(step).seal(uids)
-        for _ in range(self.training):  # The next batches are generated meanwhile.
-          await asyncio.sleep(0)
-        self.explorer.complete(uids)
-        self.states[step + 1] = json.dumps(self.explorer.state())
-        found.append((batch, counts))
-    return found
+    """Members and counts of each batch from `first` to before `end`."""
+    return simulated(self.collect(first, end), deadline_s=30)
 
 
 def names(run, batch):

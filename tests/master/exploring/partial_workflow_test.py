@@ -22,7 +22,6 @@ from jaxrl_llm.core.records.sample import Finish, Role, Segment
 from jaxrl_llm.core.records.score import Score
 from jaxrl_llm.core.records.span import Piece, Span, by_request, decode_span, encode_span, joined
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.master.exploring.explorer import NothingToLearn
 from jaxrl_llm.master.exploring.partial import (
   GroupCut,
   PartialConfig,
@@ -63,46 +62,21 @@ class Talk(Episodes):
       episode.observe(self.says(episode))
 
 
-class Run:
-  """Batches of two groups of two, one after the other, with what a commit would hold after each."""
-
-  def __init__(self, tokenizer, store, *, delays=0, attempt=0, make=Talk, **config):
-    self.scored = collections.Counter()
-    self.engine = Lengths(tokenizer, delays=delays)
-    self.store, self.attempt, self.states = store, attempt, {}
-    self.exploration = exploring.Exploration(
+class Run(exploring.Batches):
+  def __init__(self, tokenizer, store, *, delays=0, make=Talk, **config):
+    super().__init__(
       tokenizer,
       store,
-      self.judge,
+      Lengths(tokenizer, delays=delays),
       delays=delays,
-      engine=self.engine,
       max_tokens=LONGEST,
       make=make,
       **{'partial': BUDGETED, **config},
     )
-    self.explorer = self.exploration.explorer
-
-  def judge(self, attempt):
-    self.scored[attempt.uid] += 1
-    return float(attempt.response_len)
-
-  async def collect(self, first, end):
-    """The members of each batch from `first` to before `end`."""
-    batches = []
-    async with self.explorer.running():
-      for step in range(first, end):
-        self.engine._version = Version(self.attempt, step)
-        self.explorer.advance(step, step)
-        batch, _ = await self.explorer.collect()
-        uids = [member.sample.uid for member in batch]
-        self.store.at(step).seal(uids)
-        self.explorer.complete(uids)
-        self.states[step + 1] = json.dumps(self.explorer.state())
-        batches.append(batch)
-    return batches
 
   def batches(self, first, end):
-    return simulated(self.collect(first, end), deadline_s=60)
+    """The members of each batch from `first` to before `end`."""
+    return [batch for batch, _ in simulated(self.collect(first, end), deadline_s=60)]
 
 
 def content(batches):
@@ -210,7 +184,11 @@ def test_what_a_turn_cost_is_not_generated_again(tokenizer, store):
   assert any(begun for _, _, begun in asked)
 
 
-def test_a_workflow_that_does_not_repeat_itself_is_dropped_with_the_reason(tokenizer, store):
+def test_a_workflow_that_does_not_repeat_itself_wastes_tokens_and_a_warning_says_so(
+  tokenizer, store, caplog
+):
+  """Its samples are those of its last run, and nothing of the others is in them."""
+
   class Fickle(Talk):
     calls = 0
 
@@ -219,12 +197,17 @@ def test_a_workflow_that_does_not_repeat_itself_is_dropped_with_the_reason(token
       return exploring.LETTERS[Fickle.calls % 8]
 
   run = Run(tokenizer, store, make=Fickle, max_dropped_groups=0)
-  with pytest.raises(
-    NothingToLearn, match=r'made different requests when rollout\.partial continued it'
-  ):
-    run.batches(0, 4)
+  members = [member for batch in run.batches(0, 6) for member in batch]
+  assert len(members) == 24 and all(member.sample.segments for member in members)
+  for member in members:
+    policy = member.sample.role == Role.POLICY
+    turns = np.flatnonzero(np.diff(policy.astype(int)) == 1) + 1
+    # The logprobs of each turn count from its first token: none is from another request.
+    assert all(member.sample.behaviour_logprobs[start] == -1 for start in turns)
+  assert 'made other requests than in an earlier batch' in caplog.text
   report = audit(store)
-  assert report.ok and any('diverged' in reason for reason in report.reasons), report.reasons
+  assert report.ok and set(report.uses) == {1}, report.lines
+  assert set(report.reasons) <= {'dropped(given up)'}, 'only what the end of the stage leaves'
 
 
 def test_an_engine_that_fails_ends_the_group(tokenizer, store):
@@ -257,7 +240,7 @@ class Explored(Run):
         if meanwhile is not None:
           task = asyncio.create_task(meanwhile(self))
           stack.callback(task.cancel)
-        return await self.collect(first, end)
+        return [batch for batch, _ in await self.collect(first, end)]
 
     return asyncio.run(main())
 
