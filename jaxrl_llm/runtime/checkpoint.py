@@ -195,11 +195,24 @@ class Checkpoints:
         result.
     """
     self._verify(step, self._committed(step))
-    abstract = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
-    )
     with _quiet_orbax(), ocp.StandardCheckpointer() as checkpointer:
-      return checkpointer.restore(self._directory / str(step) / _ARRAYS, abstract)
+      return checkpointer.restore(self._directory / str(step) / _ARRAYS, _abstract(like))
+
+  def restore_part(self, step: int, like: Any) -> Any:
+    """Restores some of the arrays of a committed step. The other arrays use no device memory.
+
+    Args:
+      like: as in `restore`, but may lack entries of the committed pytree.
+    """
+    self._verify(step, self._committed(step))
+    like = _abstract(like)
+    arguments = ocp.args.PyTreeRestore(
+      item=like,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(like),
+      partial_restore=True,
+    )
+    with _quiet_orbax(), ocp.PyTreeCheckpointer() as checkpointer:
+      return checkpointer.restore(self._directory / str(step) / _ARRAYS, args=arguments)
 
   def host(self, step: int) -> Any:
     """Returns the `host` value that was saved with `step`."""
@@ -288,6 +301,11 @@ class Checkpoints:
         # COMMIT is removed first. If the removal is then interrupted, `clean` removes the rest.
         commit.unlink()
         shutil.rmtree(commit.parent, ignore_errors=True)
+
+
+def _abstract(tree: Any) -> Any:
+  """Returns the shapes, dtypes and shardings of a pytree."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 class Writing:

@@ -9,6 +9,9 @@ import pytest
 import warm
 from paths import ROOT
 
+from jaxrl_llm.app.run import _stopped
+from jaxrl_llm.master.loop import LoopState, Outcome
+
 pytestmark = pytest.mark.full
 
 PROGRAM = """
@@ -98,3 +101,21 @@ def test_a_stopped_process_whose_peer_has_left_says_so(program):
   # Of `asyncio.run` here; `jaxrl train` prints the line alone, and exits with 143.
   code, line = stopped(program, 'deserted')
   assert code == 1 and 'Interrupted: stopped by SIGTERM, without another commit, because' in line
+
+
+@pytest.mark.parametrize(
+  ('step', 'committed', 'says'),
+  [
+    (7, 7, 'after step 7, committed in PATH'),
+    (7, 4, 'after step 7; step 4 is committed in PATH'),
+    (0, 0, 'before the first step'),
+  ],
+)
+def test_a_run_that_has_stopped_says_which_step_is_committed(
+  tmp_path, capsys, step, committed, says
+):
+  """After an interrupted evaluation beside training, not all steps are."""
+  outcome = Outcome(LoopState(None, step), signal.SIGTERM)
+  assert _stopped(outcome, tmp_path, committed, leads=True) == 128 + signal.SIGTERM
+  line = f'stopped by SIGTERM {says}; start the same command again to resume\n'
+  assert capsys.readouterr().err == line.replace('PATH', str(tmp_path))

@@ -152,11 +152,12 @@ class Run:
     moves=lambda step: True,
     suites=SUITES,
     hold=lambda: False,
+    versions=None,
     **options,
   ):
     self.workdir, self.tokenizer, self.interrupt, self.judge = workdir, tokenizer, interrupt, judge
     self.moves, self.suites = moves, suites
-    self.stages, self.hold = stages(**options), hold
+    self.stages, self.hold, self.versions = stages(**options), hold, versions
     self.entered, self.asked = [], []
 
   async def main(self):
@@ -231,6 +232,7 @@ class Run:
       enter_stage=enter,
       planner=Planner(seed=0, every_steps=100, every_minutes=1e6, stop=stop),
       batches=batches,
+      versions=self.versions,
     )
     state = loop.LoopState(
       Learned(train),
@@ -492,16 +494,27 @@ def test_a_stage_without_rollouts_trains_on_until_the_next_evaluation(tmp_path, 
   assert [step for _, (_, step) in published(run)] == [0, 4, 8, 12, 16]
 
 
-def test_without_the_option_training_waits_for_evaluations(tmp_path, tokenizer):
-  held = Held(None)
-  held.last = 4  # Its evaluation would never end.
-  options = {**OVERLAPPED, 'overlap_evaluation': False, 'batches_ahead': 9}
+class Versions:
+  """Another run whose weights never change."""
+
+  async def follow(self, stage, state):
+    return state
+
+
+@pytest.mark.parametrize(
+  'options', [{'overlap_evaluation': False}, {'follows': True}], ids=['not asked for', 'follows']
+)
+def test_training_waits_for_an_evaluation_without_the_option_and_where_another_run_is_followed(
+  tmp_path, tokenizer, options
+):
+  held = Held(4)
 
   def hold():
     held.polls += 1
     return held()
 
-  run = held.run = Run(tmp_path, tokenizer, hold=hold, **options)
+  options = {**OVERLAPPED, 'batches_ahead': 9, **options}
+  run = held.run = Run(tmp_path, tokenizer, hold=hold, versions=Versions(), **options)
   assert run.start().stop == 0 and held.asked == []
 
 

@@ -102,6 +102,21 @@ def test_a_commit_comes_back_bit_for_bit_on_another_mesh(tmp_path, mesh, shape):
   assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, like)
 
 
+def test_a_part_of_a_commit_comes_back_alone_and_only_if_the_whole_is_intact(tmp_path, mesh):
+  saved, state = checkpoints(tmp_path), state_on(mesh)
+  saved.save(1, state, HOST)
+  like = {'train': {'params': state['train']['params']}}
+  part = saved.restore_part(1, like)
+  assert_same_bits(part, like)
+  assert part['train']['params']['kernel'].sharding == like['train']['params']['kernel'].sharding
+  file = max((tmp_path / 'checkpoints' / '1' / 'arrays').rglob('*'), key=lambda p: p.stat().st_size)
+  data = bytearray(file.read_bytes())
+  data[len(data) // 2] ^= 1
+  file.write_bytes(data)
+  with pytest.raises(UserError):
+    saved.restore_part(1, like)
+
+
 def test_a_commit_holds_the_state_at_its_beginning_whatever_training_does_meanwhile(tmp_path, mesh):
   state, host = state_on(mesh, seed=3)['train']['params'], {'taken': [1, 2]}
   wanted = jax.tree.map(lambda x: np.array(x), state)

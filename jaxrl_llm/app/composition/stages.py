@@ -379,6 +379,13 @@ def _heads(config: Config) -> dict[str, Head]:
   }
 
 
+def _head_of_run(heads: Mapping[str, Head]) -> Head:
+  """Returns the head of the run's model, given those of its stages: that of a policy if any stage
+  trains one.
+  """
+  return 'lm' if 'lm' in heads.values() else 'scalar'
+
+
 def reward_stages(config: Config) -> frozenset[str]:
   """Returns the names of the stages that train a reward model. The result is empty if the run
   trains no policy.
@@ -434,7 +441,8 @@ def _check_reward_stages(config: Config, heads: Mapping[str, Head]) -> None:
         f'{where}.keep_optimizer: {before.name} before it trains a model of another output; remove '
         'keep_optimizer'
       )
-    kinds = {heads.get(stage_of_best(name) or name, 'lm') for name in stage.init_from}
+    base = _head_of_run(heads)
+    kinds = {heads.get(stage_of_best(name) or name, base) for name in stage.init_from}
     for name in stage.init_from:
       if heads.get(stage_of_best(name) or name) != 'scalar':
         continue
@@ -462,7 +470,7 @@ def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
   """
   heads = _heads(config)
   _check_reward_stages(config, heads)
-  head = 'lm' if 'lm' in heads.values() else 'scalar'
+  head = _head_of_run(heads)
   if head == 'scalar' and config.evaluation:
     raise UserError(
       'evaluation: a reward model generates no text; measure it on held-out pairs (source.held_out)'

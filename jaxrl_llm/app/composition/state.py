@@ -207,8 +207,8 @@ def _committed_params(step: int, setup: Setup, where: str, name: str) -> Params:
       f'{checkpoints.steps()}; restore it from a copy, or branch with another init_from'
     )
   trained_by = next(s for s in setup.stages if s.name == checkpoints.host(step)['stage'])
-  restored = restore_state(trained_by, step, checkpoints, setup.model, setup.process.mesh)
-  return restored.learned.policy.params
+  like = committed_like(trained_by, setup.model, setup.process.mesh)['train'].params
+  return checkpoints.restore_part(step, {'train': {'params': like}})['train']['params']
 
 
 def reward_params(setup: Setup) -> Params:

@@ -231,6 +231,11 @@ def test_models_of_two_kinds_are_runs_of_their_own():
       dataclasses.replace(config, stages=(*config.stages, *config_of('reward_model.py').stages)),
       spec,
     )
+  # In a run of reward models alone, the initial weights are those of one.
+  (first,) = (config_of('reward_model.py')).stages
+  second = dataclasses.replace(first, name='second', init_from=('base', first.name))
+  both = dataclasses.replace(config_of('reward_model.py'), stages=(first, second))
+  assert model_spec(both, spec).head == 'scalar'
   with pytest.raises(UserError, match='generates no text'):
     model_spec(config, dataclasses.replace(spec, head='scalar', tie_word_embeddings=False))
 
