@@ -84,8 +84,8 @@ class Rows:
   explores = False
   held_out = ()
 
-  def __init__(self, asked):
-    self.count, self.asked = 0, asked
+  def __init__(self, asked, wait=None):
+    self.count, self.asked, self.wait = 0, asked, wait
 
   def running(self):
     return contextlib.nullcontext()
@@ -94,6 +94,8 @@ class Rows:
     self.asked.append(step)
 
   async def next(self):
+    if self.wait is not None:
+      await self.wait(self.asked[-1])
     return [Row(uid=f'{i}', index=i, **ROW) for i in range(2)], {}
 
   def taken(self):
@@ -153,11 +155,14 @@ class Run:
     suites=SUITES,
     hold=lambda: False,
     versions=None,
+    wait=None,
+    every_steps=100,
     **options,
   ):
     self.workdir, self.tokenizer, self.interrupt, self.judge = workdir, tokenizer, interrupt, judge
     self.moves, self.suites = moves, suites
     self.stages, self.hold, self.versions = stages(**options), hold, versions
+    self.wait, self.every_steps = wait, every_steps
     self.entered, self.asked = [], []
 
   async def main(self):
@@ -193,7 +198,7 @@ class Run:
       updates=jnp.zeros((), jnp.int32),
       skipped=jnp.zeros((), jnp.int32),
     )
-    batches = {stage.name: Rows(self.asked) for stage in self.stages}
+    batches = {stage.name: Rows(self.asked, self.wait) for stage in self.stages}
     logs = Logs(
       metrics=MetricsWriter(self.workdir, committed=host['metrics_offset'] if host else 0),
       rollouts=RolloutsWriter(self.workdir),
@@ -230,7 +235,7 @@ class Run:
       publisher=publisher,
       keeper=keeper,
       enter_stage=enter,
-      planner=Planner(seed=0, every_steps=100, every_minutes=1e6, stop=stop),
+      planner=Planner(seed=0, every_steps=self.every_steps, every_minutes=1e6, stop=stop),
       batches=batches,
       versions=self.versions,
     )
@@ -492,6 +497,32 @@ def test_a_stage_without_rollouts_trains_on_until_the_next_evaluation(tmp_path, 
   assert run.start().stop == 0
   assert held.asked == [4, 5, 6, 7]
   assert [step for _, (_, step) in published(run)] == [0, 4, 8, 12, 16]
+
+
+def test_a_deferred_publication_follows_the_evaluation_and_not_only_the_schedule(
+  tmp_path, tokenizer
+):
+  """A publication is due before batch 6, and the evaluation ends while this batch is collected."""
+
+  async def wait(step):
+    while step == 6 and ('first', 4, 'two') not in written(tmp_path):
+      held.polls = 99
+      await asyncio.sleep(0.01)
+
+  held = Held(6)
+  options = {**OVERLAPPED, 'batches_ahead': 9, 'publish_every': 2}
+  run = held.run = Run(tmp_path, tokenizer, hold=held, wait=wait, **options)
+  assert run.start().stop == 0
+  assert [step for _, (_, step) in published(run)][:5] == [0, 2, 4, 7, 8]
+
+
+def test_a_commit_waits_for_the_evaluation_and_contains_its_result(tmp_path, tokenizer):
+  held = Held(5)
+  options = {**OVERLAPPED, 'batches_ahead': 9}
+  run = held.run = Run(tmp_path, tokenizer, hold=held, every_steps=6, **options)
+  assert run.start().stop == 0
+  assert held.asked == [4, 5], 'the commit of step 6 follows batch 5'
+  assert run.commits[6]['bests'] == {'first': [1.0, 4]}
 
 
 class Versions:

@@ -90,7 +90,8 @@ def test_notes_are_text_and_not_markup():
 def test_a_terminal_shows_one_bar_over_all_stages():
   out, _, display = shown(terminal=True, width=120)
   with display:
-    display.step('sft', 4, SFT)
+    for step in (3, 4):  # Steps of another stage say nothing about these.
+      display.step('sft', step, SFT | {'timing_s/step': 90.0})
     display.step('grpo', 1, GRPO)
     display.step('grpo', 2, GRPO | {'timing_s/step': 0.5})
     display.step('grpo', 3, GRPO)

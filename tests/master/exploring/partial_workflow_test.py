@@ -318,16 +318,17 @@ def test_samples_that_begin_are_asked_for_together_and_those_that_continue_one_b
   assert [(r.first, r.samples, r.max_tokens) for r in engine.requests] == [(0, 8, 1)]
   unfinished = {index for index, span in new.items() if span.finish is None}
   assert new.keys() == {*range(8)} and len(unfinished) > 2
-  # Two samples lose their span, and begin again while others continue.
-  lost = {*sorted(unfinished)[:2]}
+  # Three samples lose their span, and begin again while others continue: two neighbours together.
+  first, second = next((i, j) for i in unfinished for j in unfinished if j - i > 1)
+  lost = {first, second, second + 1}
   spans = [[] if index in lost else [new[index]] for index in range(8)]
   engine.requests.clear()
   later = cut(engine, config, spans)
   asked = {(r.first, r.samples, r.begun) for r in engine.requests}
-  assert asked == {(i, 1, 1) for i in unfinished - lost} | (
-    {(min(lost), 2, 0)} if max(lost) == min(lost) + 1 else {(i, 1, 0) for i in lost}
-  )
-  assert later.keys() == unfinished
+  continued = {(i, 1, 1) for i in unfinished - lost}
+  together = {(first, 3, 0)} if second == first + 1 else {(first, 1, 0), (second, 2, 0)}
+  assert asked == continued | together
+  assert later.keys() == unfinished | lost
 
 
 def test_a_workflow_that_waits_for_all_answers_is_ended_by_the_clock(tokenizer):
