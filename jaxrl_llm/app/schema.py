@@ -1,8 +1,9 @@
 """The root configuration of a run. Most of its parts are defined next to the code that reads them.
 
 The name of a batch size states its unit (groups, sequences or chunks). Derived numbers are not
-configured: they are computed, and `--dry_run` prints them. The sources of batches are defined in
-`app.sources`; this module exports them too, because they are part of the configuration.
+configured: they are computed, and `--dry_run` prints them. Stages, the sources of their batches and
+rollouts are defined in `app.stage_config`, `app.sources` and `app.rollout_config`; this module
+exports them too, because they are part of the configuration.
 """
 
 from __future__ import annotations
@@ -12,35 +13,29 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from jaxrl_llm.app.rollout_config import RolloutConfig as RolloutConfig
 from jaxrl_llm.app.sources import Demonstrations as Demonstrations
 from jaxrl_llm.app.sources import Examples as Examples
 from jaxrl_llm.app.sources import ExpertsConfig as ExpertsConfig
-from jaxrl_llm.app.sources import Followed, Recorded, Rollouts, Source, Stored
+from jaxrl_llm.app.sources import Followed, Recorded, Rollouts
 from jaxrl_llm.app.sources import Pairs as Pairs
 from jaxrl_llm.app.sources import PastConfig as PastConfig
-from jaxrl_llm.config.moved import moved
-from jaxrl_llm.config.own import named_pair
-from jaxrl_llm.config.values import check_at_least, from_json
+from jaxrl_llm.app.stage_config import BASE as BASE
+from jaxrl_llm.app.stage_config import AlgorithmConfig as AlgorithmConfig
+from jaxrl_llm.app.stage_config import CriticConfig as CriticConfig
+from jaxrl_llm.app.stage_config import StageConfig as StageConfig
+from jaxrl_llm.app.stage_config import stage_of_best as stage_of_best
+from jaxrl_llm.config.values import check_at_least
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.registry import RegistryConfig
 from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.master.evaluation import SuiteConfig
-from jaxrl_llm.master.exploring.partial import PartialConfig
-from jaxrl_llm.master.mismatch import MismatchConfig
 from jaxrl_llm.master.phases import PhasesConfig
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.rewards.api import DISCOVERING, REWARD_MODEL, RewardsConfig
-from jaxrl_llm.rollout.api import Sampling
-from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig
 from jaxrl_llm.rollout.catalogue import ENGINES
-from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
-from jaxrl_llm.rollout.engine import EngineSpec
-from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
-from jaxrl_llm.rollout.repetition import RepetitionDetection
-from jaxrl_llm.rollout.vllm.server import VllmConfig
-from jaxrl_llm.rollout.workflow import WorkflowConfig
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig
 from jaxrl_llm.runtime.log.config import LoggingConfig
 from jaxrl_llm.tasks.examples import ExamplesConfig
@@ -132,31 +127,6 @@ class RewardModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
-  """Name and options of a stage's algorithm."""
-
-  name: str
-  """Key of `learner.catalogue.ALGORITHMS` (listed by `jaxrl train --list`), or 'module:attribute'
-  of a user-defined algorithm.
-  """
-  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of the algorithm, keyed by field name of its options dataclass."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CriticConfig:
-  """PPO's critic: a separate network with the policy's architecture and one output."""
-
-  init_from: str | None = None
-  """Initial weights of the critic: a reward model or critic, given as a directory, hub id or run
-  directory. If None, the critic continues with the weights of the previous stage's critic. If that
-  stage has none, it starts with the weights of the policy and a new head.
-  """
-  optimizer: OptimizerConfig | None = None
-  """Optimizer of the critic. If None, the policy's optimizer settings are used."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceSource(PreferencesConfig):
   """Preferences of a run, which are read from a file or dataset, or made from a taskset with
   templates (`source='taskset:<name>'`).
@@ -166,227 +136,6 @@ class PreferenceSource(PreferencesConfig):
   """Templates of rejected answers; each task uses one of them. Valid only if the source is a
   taskset. `chosen` is then the template of the preferred answer.
   """
-
-
-BASE = 'base'
-"""Value of `StageConfig.init_from` for the weights at the beginning of the run. It may not be used
-if an earlier stage has this name.
-"""
-_BEST = 'best:'
-_OF_ROLLOUTS = (
-  *(
-    'experts',
-    'processors',
-    'selection',
-    'temperature',
-    'sampler',
-    'past',
-    'bound',
-    'publish_every',
-    'rollout_only',
-  ),
-  *('max_dropped_groups', 'limits'),
-)
-
-
-def stage_of_best(name: str) -> str | None:
-  """Returns STAGE if `name`, a value of `init_from`, is 'best:STAGE'; otherwise None."""
-  return name.removeprefix(_BEST) if name.startswith(_BEST) else None
-
-
-@moved(
-  {
-    'tasksets': 'source.tasksets, of Rollouts, Demonstrations or Recorded',
-    'demonstrations': 'source, as Demonstrations(tasksets=…, templates=…)',
-    'preferences': 'source, as Pairs(train=…)',
-    'recorded': 'source, as Recorded(run=…, tasksets=…)',
-    'sequences_per_batch': 'source.sequences_per_batch, of Demonstrations, Examples or Pairs',
-    'groups_per_batch': 'source.groups_per_batch, of Rollouts or Recorded',
-    'group_size': 'source.group_size, of Rollouts or Recorded',
-    **{name: f'source.{name}, of Rollouts' for name in _OF_ROLLOUTS},
-  }
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageConfig:
-  """A training stage: an algorithm, a source of batches, and a number of steps."""
-
-  name: str
-  algorithm: AlgorithmConfig
-  source: Source
-  """Source of the batches: rollouts, demonstrations, examples, preference pairs, another run's
-  groups, stored rollouts selected by reward, or rollouts of a run that explores for this one.
-  """
-  steps: int
-  """Number of steps, each of which trains on one batch."""
-  minibatches: int = 1
-  """Number of parts into which each batch is split. In each epoch, each part gets one optimizer
-  step.
-  """
-  epochs: int = 1
-  """Number of passes over each batch."""
-  optimizer: OptimizerConfig | None = None
-  """Optimizer of the policy. If None, `learner.optimizer` is used."""
-  init_from: tuple[str, ...] = ()
-  """Initial weights of the stage: the name of an earlier stage, for the weights at its end;
-  'best:STAGE', for the weights at that stage's evaluation with the highest greedy accuracy on the
-  first suite (the earliest evaluation, if several tie); or 'base', for the weights with which the
-  run began. If there are several names, the mean of these weights is used. If empty, the stage
-  continues with the weights of the previous stage; but if the stage trains the policy and the
-  previous stage trains a reward model, it continues with the newest weights of the policy. If a
-  stage that trains a reward model begins with weights of the policy, they get a new head.
-  """
-  keep_optimizer: bool = False
-  """Whether the stage continues with the previous stage's optimizer state instead of a new one."""
-  critic: CriticConfig = CriticConfig()
-  """Settings of the critic, for algorithms that have one."""
-  evaluate_every: int | None = None
-  """Number of steps between evaluations. If None, evaluations take place only after the stage."""
-  overlap_evaluation: bool = False
-  """Whether training continues while the policy is evaluated within the stage. Until the evaluation
-  ends, the engine serves the evaluated version. Training therefore waits as soon as this version is
-  older than `source.bound` permits, and also at the next commit and at the end of the stage.
-  """
-
-  @property
-  def explores(self) -> bool:
-    """Whether the stage's batches are the policy's own rollouts."""
-    return isinstance(self.source, Rollouts)
-
-  @property
-  def waits_for_rows(self) -> bool:
-    """Whether the stage's rows are selected only when it begins, from this run's own rollouts."""
-    return isinstance(self.source, Stored) and self.source.run is None
-
-  @property
-  def has_static_rows(self) -> bool:
-    """Whether the stage's rows are known before the run begins."""
-    return not (self.explores or self.waits_for_rows or isinstance(self.source, Followed))
-
-  @property
-  def trains(self) -> bool:
-    """Whether the stage trains a model, rather than only generating rollouts."""
-    return not (isinstance(self.source, Rollouts) and self.source.rollout_only)
-
-  def __post_init__(self):
-    where = f'stages.{self.name}.'
-    check_at_least(where, self, steps=1, minibatches=1, epochs=1, evaluate_every=1)
-    if not isinstance(self.source, Source):
-      raise UserError(
-        f'{where}source: got {self.source!r:.100}, wanted Rollouts, Demonstrations, Examples, '
-        'Pairs, Recorded, Stored or Followed'
-      )
-    self.source.check(f'{where}source.')
-    if self.overlap_evaluation and self.evaluate_every is None:
-      raise UserError(
-        f'{where}overlap_evaluation: without evaluate_every, the only evaluation is that of the '
-        "stage's end, which waits for it; set evaluate_every, or remove overlap_evaluation"
-      )
-    if self.init_from and self.keep_optimizer:
-      raise UserError(
-        f'{where}keep_optimizer: the optimizer state belongs to weights other than those of '
-        'init_from; remove one of them'
-      )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-  """Generation of completions: engine, lengths, sampling, workflow."""
-
-  engine: str = 'embedded'
-  """Key of `rollout.catalogue.ENGINES` (listed by `jaxrl train --list`), or 'module:attribute' of a
-  user-defined engine. The options of an engine in `ENGINES` are in the field with the engine's
-  name.
-  """
-  engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Options of a user-defined engine, keyed by field name of its options dataclass."""
-  max_prompt_length: int
-  """Maximum length of a prompt in tokens; tasks with longer prompts are skipped and counted."""
-  max_response_length: int
-  """Maximum length of a response in tokens. In a trajectory of several steps, the limit applies to
-  the response of each step.
-  """
-  max_steps: int = 1
-  """Maximum number of steps of a trajectory. A step begins with a prompt that does not extend the
-  tokens before it. Each step is a sequence that is trained on, so a batch has at most this many
-  sequences per trajectory. A trajectory that would need more ends with the finish reason 'steps'.
-  """
-  embedded: EmbeddedConfig = EmbeddedConfig()
-  vllm: VllmConfig = VllmConfig()
-  collect_deadline_s: float = 3600.0
-  """Maximum time in seconds to wait for a batch of rollouts, or for the next finished task of an
-  evaluation.
-  """
-  mismatch: MismatchConfig = MismatchConfig()
-  """Limits on the differences between the trainer's and the sampler's logprobs. A warning is
-  logged for each step that exceeds a limit.
-  """
-  workflow: WorkflowConfig = WorkflowConfig()
-  """Workflow that turns a task into samples."""
-  explorers: ExplorersConfig | None = None
-  """Explorer processes that run the workflow. If None, the trainer's process runs it."""
-  auxiliary: tuple[AuxiliaryConfig, ...] = ()
-  """Models besides the policy that workflows may query."""
-  partial: PartialConfig | None = None
-  """Partial rollouts: a token budget that spreads the generation of long rollouts over several
-  batches. If None, each rollout is generated completely for one batch.
-  """
-  repetition_detection: RepetitionDetection | None = None
-  """Rule that ends a training rollout early when it repeats itself. If None, repetition is ignored.
-  Evaluations always ignore it.
-  """
-
-  @property
-  def max_length(self) -> int:
-    """Maximum length of a sequence in tokens, prompt plus response."""
-    return self.max_prompt_length + self.max_response_length
-
-  def sampling(self, temperature: float) -> Sampling:
-    """Returns the sampling parameters of training rollouts for a temperature."""
-    return Sampling(temperature=temperature, repetition_detection=self.repetition_detection)
-
-  def __post_init__(self):
-    check_at_least('rollout.', self, max_prompt_length=1, max_response_length=1, max_steps=1)
-    longest = max(self.embedded.prefill_buckets, default=self.max_prompt_length)
-    if longest < self.max_prompt_length - 1:
-      raise UserError(
-        f'rollout.embedded.prefill_buckets: the largest is {longest}, prompts of max_prompt_length='
-        f'{self.max_prompt_length} tokens need one of at least {self.max_prompt_length - 1}'
-      )
-    if ':' not in self.engine:  # A custom engine is imported only when a run needs it.
-      named_pair(self.engine, 'engine', ENGINES)
-      if self.engine_options:
-        raise UserError(
-          'rollout.engine_options: apply only to a custom engine, and rollout.engine is '
-          f'{self.engine!r}; set rollout.{self.engine} instead, and leave engine_options empty'
-        )
-
-  @property
-  def vllm_servers(self) -> VllmConfig | None:
-    """Settings of the vLLM servers if they are the engine; otherwise None."""
-    return self.vllm if self.engine == 'vllm' else None
-
-  @property
-  def engine_options_key(self) -> str:
-    """Dotted key of the engine's options in the configuration."""
-    return f'rollout.{self.engine}' if self.engine in ENGINES else 'rollout.engine_options'
-
-  def engine_spec(self) -> EngineSpec:
-    """Returns the spec of the configured engine, built from its options. Imports the module of a
-    user-defined engine.
-    """
-    options, make = named_pair(self.engine, 'engine', ENGINES)
-    if self.engine in ENGINES:
-      return make(getattr(self, self.engine))
-    spec = make(from_json(dict(self.engine_options), options, self.engine_options_key))
-    if not isinstance(spec, EngineSpec):
-      raise UserError(f'engine {self.engine!r}: made a {type(spec).__name__}, wanted an EngineSpec')
-    return spec
-
-  def engine_may_change(self) -> tuple[str, ...]:
-    """Returns the dotted keys of the engine options that a resumed run may change."""
-    specs = {f'rollout.{name}': make(getattr(self, name)) for name, (_, make) in ENGINES.items()}
-    specs[self.engine_options_key] = self.engine_spec()
-    return tuple(f'{key}.{name}' for key, spec in specs.items() for name in spec.may_change)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
