@@ -196,7 +196,7 @@ def open_run(fleet, folder: pathlib.Path):
     batches={'grpo': batches},
     evaluator=None,
     suites=(),
-    token_text=tokenizer.token_text,
+    decode=functools.partial(tokenizer.decode, skip_special=False),
     machine_metrics=dict,
   )
   return batches, logs

@@ -32,6 +32,7 @@ from jaxrl_llm.master.phases import RESIDENT, Phase, Phases
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.records import rollout_rows, step_metrics
 from jaxrl_llm.master.trainer import Batch, Stage, Updated
+from jaxrl_llm.master.utilisation import utilisation
 from jaxrl_llm.parallel.device import PeerFailed
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.rollout.publisher import Publisher
@@ -77,6 +78,8 @@ class Logs:
   """
   machine_metrics: Callable[[], dict[str, float]]
   """Returns metrics of the process itself, such as heartbeat and number of compilations."""
+  peak_flops: float | None = None
+  """Operations per second of one device at its peak; None if unknown."""
   writers: LogWriters = dataclasses.field(default_factory=LogWriters)
   """Additional writers, such as Weights & Biases, that receive each row of metrics."""
   mismatch: MismatchConfig = MismatchConfig()
@@ -157,6 +160,8 @@ async def write_step(
     # rollouts were generated before, at least in part.
     if row.get('staleness/max') == 0:
       row['perf/rollout_throughput'] = generated / waited
+  if logs.peak_flops is not None:
+    row |= utilisation(updated.work, seconds, peak_flops=logs.peak_flops * jax.device_count())
   row |= spent
   row = logs.write(stage.name, step, row | logs.writers.take_metrics())
   if taken and logs.transcript_tokens != 0:

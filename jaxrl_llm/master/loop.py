@@ -27,6 +27,7 @@ from jaxrl_llm.master.reward_model import Rendered, RewardRole
 from jaxrl_llm.master.trainer import Batch, Stage, StageTrainer, Updated
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.runtime.events import Edge
+from jaxrl_llm.runtime.profiler import UNPROFILED, Profiler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +145,7 @@ class Parts:
   planner: Planner | None
   batches: dict[str, Batches]
   phases: Phases = RESIDENT
+  profiler: Profiler = UNPROFILED
   reward_model: RewardRole | None = None
   """Reward model that scores the rollouts of batches; None if the trainer has none."""
   versions: Versions | None = None
@@ -198,31 +200,15 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
       with process.stopwatch.timed('enter'):
         await stack.enter_async_context(batches.running())
     while state.step < stage.end and not state.stop:
-      with process.stopwatch.timed('step'):
-        with process.stopwatch.timed('gen'):
-          if stage.explores:
-            if _publication_due(parts, stage, state.step):
-              state = await _renew_engine(parts, stage, state)
-            if state.stop:
-              break
-          elif stage.export_every is not None:
-            with process.stopwatch.timed('update_weights'):
-              await parts.versions.export(stage, state)
-          state, plan = await _close(parts, stage, state, batches)
-        if plan.stop:
-          state = dataclasses.replace(state, stop=plan.stop)
-          break
-        if stage.trains:
-          state, batch, updated = await take_step(
-            process, trainer, state, plan, phases=parts.phases
-          )
-        else:
-          state, batch, updated = pass_over(state, plan)
-        process.events.advance(state.step)
+      async with parts.profiler.traced(state.step + 1, process.stopwatch):
+        state, completed = await _step(parts, stage, state, trainer, batches)
+      if completed is None:
+        break
+      batch, updated = completed
       state = await parts.keeper.after_step(state, stage, batch, updated)
       with process.stopwatch.timed('record'):
         # Frees the arrays, so that the next rollouts can use their device memory.
-        del batch, updated
+        del batch, updated, completed
     if state.stop:
       await parts.keeper.leave(state, stage)
     # A later stage may start from the weights of this stage's last commit.
@@ -230,6 +216,34 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
   with process.stopwatch.timed('enter'):
     del trainer  # Freeing its programs takes time, which is counted here as `enter`.
   return state
+
+
+async def _step(
+  parts: Parts, stage: Stage, state: LoopState, trainer: StageTrainer, batches: Batches | None
+) -> tuple[LoopState, tuple[Batch, Updated] | None]:
+  """Collects the next batch and trains on it. Returns the new state, and the batch with the result
+  of its update, or None if a signal ends the run before the update.
+  """
+  process = parts.process
+  with process.stopwatch.timed('step'):
+    with process.stopwatch.timed('gen'):
+      if stage.explores:
+        if _publication_due(parts, stage, state.step):
+          state = await _renew_engine(parts, stage, state)
+        if state.stop:
+          return state, None
+      elif stage.export_every is not None:
+        with process.stopwatch.timed('update_weights'):
+          await parts.versions.export(stage, state)
+      state, plan = await _close(parts, stage, state, batches)
+    if plan.stop:
+      return dataclasses.replace(state, stop=plan.stop), None
+    if stage.trains:
+      state, batch, updated = await take_step(process, trainer, state, plan, phases=parts.phases)
+    else:
+      state, batch, updated = pass_over(state, plan)
+    process.events.advance(state.step)
+  return state, (batch, updated)
 
 
 async def take_step(

@@ -36,6 +36,7 @@ from jaxrl_llm.learner.optimizer import OptimizerConfig
 from jaxrl_llm.learner.state import Learned, TrainState, copy_params, renewed
 from jaxrl_llm.learner.update import Report, Update, build_measure, build_update
 from jaxrl_llm.master.process import Process
+from jaxrl_llm.master.utilisation import Work, packed_flops
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.runtime.metrics import Mean, Metric, Sum, merge
@@ -151,6 +152,8 @@ class Updated(NamedTuple):
   """Plan row numbers of the rows whose logprobs were computed after an optimizer step of this batch
   on other rows.
   """
+  work: tuple[Work, ...] = ()
+  """Operations of the batch's forward passes and updates."""
 
 
 class Roles(NamedTuple):
@@ -189,7 +192,7 @@ class StageTrainer:
     Args:
       learned: state with which `update` will be called. It determines the programs' shardings.
     """
-    self._stage, self._loader = stage, loader
+    self._stage, self._loader, self._roles = stage, loader, roles
     self._device, self._stopwatch, mesh = process.device, process.stopwatch, process.mesh
     # Replicates an array. Results are sharded over the devices of all processes, and a process can
     # read an array on the host only if its own devices have a full copy.
@@ -395,7 +398,30 @@ class StageTrainer:
     if batch.plan.held_out:
       metrics |= await self._measured(learned, batch.plan, constants)
     learned = await self._device.run(self._refreshed, learned, batch.plan.step + 1)
-    return learned, Updated(metrics, logprobs, moved, frozenset(late))
+    work = tuple(self._work(batch, trains=trains, frozen=learned.base is not None))
+    return learned, Updated(metrics, logprobs, moved, frozenset(late), work)
+
+  def _work(self, batch: Batch, *, trains: bool, frozen: bool) -> Iterator[Work]:
+    """Yields the operations of `annotate` and `update` for the batch.
+
+    Args:
+      trains: whether the policy was updated.
+      frozen: whether the policy consists of adapters on frozen weights.
+    """
+    packings = [packed.packing for packed in batch.steps]
+    first, passed = packings[: self._stage.minibatches], self._passed(batch.plan)
+    policy, critic = self._roles.model.spec, self._roles.critic
+    if 'proximal_logprobs' in passed:
+      yield Work('old_log_prob', 'actor_infer', packed_flops(policy, first, backward=False))
+    if 'reference_logprobs' in passed and not self._own_reference:
+      yield Work('ref', 'ref', packed_flops(policy, first, backward=False))
+    if 'values' in passed:
+      yield Work('values', 'critic_infer', packed_flops(critic.spec, first, backward=False))
+    if critic is not None:
+      yield Work('update_critic', 'critic', packed_flops(critic.spec, packings, backward=True))
+    if trains:
+      flops = packed_flops(policy, packings, backward=True, frozen=frozen)
+      yield Work('update_actor', 'actor', flops)
 
   def _at_reference(
     self, learned: Learned, batch: Batch, packed: PackedStep

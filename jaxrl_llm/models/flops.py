@@ -30,9 +30,11 @@ def causal_pairs(lengths: Iterable[int]) -> int:
   return sum(n * (n + 1) // 2 for n in lengths)
 
 
-def model_flops(spec: ModelSpec, tokens: int, *, pairs: int, backward: bool = True) -> int:
+def model_flops(
+  spec: ModelSpec, tokens: int, *, pairs: int, backward: bool = True, frozen: bool = False
+) -> int:
   """Returns the number of operations of a forward pass or, with `backward`, of a training step. A
-  training step has three times as many operations.
+  training step has three times as many operations, or twice as many with frozen weights.
 
   forward = 2 · matmul_params · tokens + 4 · layers · heads · head_dim · pairs
 
@@ -45,7 +47,10 @@ def model_flops(spec: ModelSpec, tokens: int, *, pairs: int, backward: bool = Tr
   Args:
     tokens: number of tokens in all sequences, without padding.
     pairs: see `causal_pairs`.
-    backward: whether gradients of all parameters are computed.
+    backward: whether gradients are computed.
+    frozen: whether the weights are frozen, as with adapters, so that the backward pass needs no
+      gradients of theirs. The operations of the adapters themselves are not counted.
   """
   attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * pairs
-  return (3 if backward else 1) * (2 * matmul_params(spec) * tokens + attention)
+  passes = 1 if not backward else 2 if frozen else 3
+  return passes * (2 * matmul_params(spec) * tokens + attention)

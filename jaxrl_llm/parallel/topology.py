@@ -36,6 +36,18 @@ CHIPS: Mapping[str, Chip] = {
   'h100': Chip('cuda', 80 * GB, 989e12),
   'h200': Chip('cuda', 141 * GB, 989e12),
 }
+_KINDS: Mapping[str, str] = {
+  'TPU v4': 'v4',
+  'TPU v5 lite': 'v5e',
+  'TPU v5e': 'v5e',
+  'TPU v5': 'v5p',
+  'TPU v5p': 'v5p',
+  'TPU v6 lite': 'v6e',
+  'TPU v6e': 'v6e',
+  'NVIDIA H100 80GB HBM3': 'h100',
+  'NVIDIA H200': 'h200',
+}
+"""Keys of `CHIPS`, by the name that JAX reports as `Device.device_kind`."""
 _MODULES = {'tpu': 'libtpu', 'cuda': 'jax_plugins.xla_cuda12'}
 _TPU_SHAPES = {'v4': 3, 'v5e': 2, 'v5p': 3, 'v6e': 2}
 """Number of dimensions of the shape of a slice, for each TPU type."""
@@ -55,6 +67,11 @@ _GPUS = {
   'h100': dict(bandwidth=3_352_320_000_000, memory=84_942_979_072, name='NVIDIA H100 80GB HBM3'),
   'h200': dict(bandwidth=4_800_000_000_000, memory=150_110_011_392, name='NVIDIA H200'),
 }
+
+
+def chip_of(device_kind: str) -> Chip | None:
+  """Returns the properties of the devices with this `Device.device_kind`; None if unknown."""
+  return CHIPS.get(_KINDS.get(device_kind, ''))
 
 
 class Topology(NamedTuple):

@@ -368,6 +368,12 @@ METRICS: dict[str, str] = {
   'perf/heartbeat_max_s': (
     'Longest time the event loop was blocked in the step. Above 0.05, something blocks it.'
   ),
+  'perf/mfu/<role>': (
+    "Model FLOPs utilisation: operations that the model's arithmetic needs, without recomputation "
+    "and padding, as a share of the devices' peak in the phase. Roles: actor and critic (updates), "
+    'actor_infer, ref and critic_infer (forward passes). Absent where the peak is unknown; '
+    '`logging.peak_tflops` states it.'
+  ),
   'perf/max_memory_allocated_gb': (
     'Peak of the device memory in use since the start, GB; absent on CPUs.'
   ),

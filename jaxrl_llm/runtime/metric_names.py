@@ -141,6 +141,7 @@ LABELS: dict[str, Label] = {
   'perf/total_num_tokens': Label('Tokens of the batch', _TOKENS),
   'perf/time_per_step': Label('Time per step', _S),
   'perf/throughput': Label('Throughput', 'tokens per s and device'),
+  'perf/mfu/<role>': Label('Model FLOPs utilisation of <role>', _SHARE),
   'perf/rollout_throughput': Label('Throughput of rollouts', 'tokens per s'),
   'perf/trainer_idle_s': Label('Wait for the batch', _S),
   'perf/rollout_idle_s': Label('Idle time of rollouts', _S),

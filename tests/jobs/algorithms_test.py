@@ -2,6 +2,7 @@
 read by others.
 """
 
+import gzip
 import json
 import shutil
 
@@ -39,6 +40,31 @@ def test_ppo_warms_its_critic_up_and_moves_the_policy_after(ppo):
   assert min(abs(penalties[i]) for i in (3, 5, 6, 7)) > 1e-6
   assert len({row['actor/kl_coef'] for row in rows}) > 3, 'the coefficient is adapted'
   assert {row['perf/compilations'] for row in rows[3:]} == {0}
+
+
+def test_the_share_of_a_stated_peak_is_that_of_the_seconds_of_each_phase(ppo):
+  rows = stage_rows(ppo, 'ppo', 'critic/vf_loss')
+  keys = {role: f'perf/mfu/{role}' for role in ('actor', 'critic', 'actor_infer', 'critic_infer')}
+  assert all(0 < row[keys[role]] < 10 for row in rows for role in keys if keys[role] in row)
+  assert [keys['actor'] in row for row in rows] == [False] * 2 + [True] * 7
+  for row in rows[2:]:
+    # Two epochs of forward and backward, and one forward pass, of the policy. An epoch may share
+    # prefixes that another one does not.
+    work = {
+      role: row[keys[role]] * row[f'timing_s/{phase}']
+      for role, phase in (('actor', 'update_actor'), ('actor_infer', 'old_log_prob'))
+    }
+    assert work['actor'] == pytest.approx(6 * work['actor_infer'], rel=0.1)
+
+
+def test_a_chosen_step_is_traced(ppo):
+  traces = [path.relative_to(ppo / 'profile').parts for path in (ppo / 'profile').glob('*/*')]
+  assert traces == [('step_14', 'process_0')]
+  (file,) = (ppo / 'profile').rglob('perfetto_trace.json.gz')
+  names = {
+    event.get('name', '') for event in json.loads(gzip.decompress(file.read_bytes()))['traceEvents']
+  }
+  assert any('update' in name for name in names), sorted(names)[:50]
 
 
 def test_a_killed_ppo_goes_on_bit_for_bit(ppo):

@@ -38,6 +38,7 @@ from jaxrl_llm.rollout.embedded.engine import EmbeddedEngine
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.rollout.publisher import Gatherer, Publisher
 from jaxrl_llm.runtime import goodput
+from jaxrl_llm.runtime.profiler import Profiler
 
 
 def build_gatherer(config: Config, mesh: Mesh, *, several: bool | None = None) -> Gatherer:
@@ -187,6 +188,7 @@ def build_parts(
     ),
     batches=dict(resources.logs.batches) if resources else {},
     phases=phases,
+    profiler=Profiler(setup.workdir / 'profile', config.logging.profile_steps),
     reward_model=setup.reward_model.role(
       leads=resources is not None, policy=prepared.tokenizer if prepared else None
     )

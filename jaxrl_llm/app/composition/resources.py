@@ -13,6 +13,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxrl_llm.app.composition.batch_sources import build_batches, forget_later_rows
 from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.prepare import Prepared
@@ -30,6 +32,7 @@ from jaxrl_llm.master.exploring.explorer import Explorer
 from jaxrl_llm.master.exploring.runner import GroupRunner
 from jaxrl_llm.master.keeper import Logs
 from jaxrl_llm.master.sharing import SharingBatches
+from jaxrl_llm.parallel.topology import chip_of
 from jaxrl_llm.replay.index import ReplayStore, open_store
 from jaxrl_llm.replay.shared import Opening, vocabulary_digest, write_opening
 from jaxrl_llm.rewards.pool import live
@@ -37,6 +40,7 @@ from jaxrl_llm.rewards.pool.pool import ScorerPool
 from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.runtime import goodput
 from jaxrl_llm.runtime.events import Events
+from jaxrl_llm.runtime.log.config import LoggingConfig
 from jaxrl_llm.runtime.log.writers import open_writers
 from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat, resources
 from jaxrl_llm.runtime.progress import ProgressDisplay
@@ -186,12 +190,21 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
     suites=prepared.suites,
     decode=functools.partial(prepared.tokenizer.decode, skip_special=False),
     machine_metrics=_machine_metrics(workdir, explorers, sharing, services),
+    peak_flops=_peak_flops(config.logging),
     writers=open_writers(config.logging, workdir, name=config.name),
     transcript_tokens=config.logging.transcript_tokens,
     mismatch=config.rollout.mismatch,
     repeats_until=services.store.undone_until(),
     files=functools.partial(made_files, workdir),
   )
+
+
+def _peak_flops(config: LoggingConfig) -> float | None:
+  """Returns the peak of one device in operations per second; None if it is unknown."""
+  if config.peak_tflops is not None:
+    return config.peak_tflops * 1e12
+  chip = chip_of(jax.devices()[0].device_kind)
+  return chip.peak_flops if chip else None
 
 
 def _machine_metrics(

@@ -100,7 +100,10 @@ _DTYPES = {
 _PACKED = NotNeeded('micro-batches are made by packing; learner.chunks_per_rank limits their size')
 _COMPILED = NotNeeded('XLA compiles and fuses every program')
 _RAY = NotNeeded('Ray is not used; jaxrl launch starts the processes of a job')
-_PROFILED = NotNeeded('a run always records its timeline; see report.html')
+_PROFILED = NotNeeded(
+  'a run always records its timeline, see report.html; logging.profile_steps traces steps with '
+  'jax.profiler'
+)
 _ONE_MESH = NotNeeded('learner.mesh shards policy, reference and critic alike')
 _MEGATRON = NotNeeded('an option of Megatron')
 _VLLM = NotNeeded("an internal option of verl's engine")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
@@ -88,6 +89,16 @@ class LoggingConfig:
   """Approximate maximum size of `events.jsonl` and `events.1.jsonl` together. The oldest messages
   are deleted.
   """
+  peak_tflops: float | None = None
+  """Peak of one device in 10¹² operations per second, to which `perf/mfu/<role>` refers. If None,
+  the data sheet's dense bfloat16 figure is used for TPUs v4 to v6e, H100 and H200. For other
+  devices there are then no such metrics.
+  """
+  profile_steps: tuple[int, ...] = ()
+  """Steps that every process traces with `jax.profiler`, counted from 1 over the whole run, at most
+  20. The traces are written to `profile/step_N/process_P/` in the run directory. They open in
+  Perfetto, XProf and TensorBoard.
+  """
   close_s: float = 60.0
   """Maximum seconds for which the run, at its end, waits for W&B and custom writers."""
 
@@ -102,6 +113,15 @@ class LoggingConfig:
       raise UserError(f'logging.close_s: {self.close_s}, wanted a number of seconds above 0')
     if self.event_bytes < 1_000_000:
       raise UserError(f'logging.event_bytes: got {self.event_bytes}, wanted at least 1,000,000')
+    if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+      raise UserError(
+        f'logging.peak_tflops: got {self.peak_tflops}, wanted a positive number of 10¹² operations '
+        'per second, or None'
+      )
+    if len(self.profile_steps) > 20 or any(step < 1 for step in self.profile_steps):
+      raise UserError(
+        f'logging.profile_steps: got {self.profile_steps}, wanted at most 20 steps, counted from 1'
+      )
     if self.transcript_tokens is not None and self.transcript_tokens < 0:
       raise UserError(
         f'logging.transcript_tokens: got {self.transcript_tokens}, wanted at least 0 (off), or '
