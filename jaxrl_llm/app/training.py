@@ -26,6 +26,7 @@ from jaxrl_llm.app.run import Stop, run
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file, override_text
 from jaxrl_llm.core.errors import UserError, first_cause
+from jaxrl_llm.core.process.xla_flags import platform_here, set_flags
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.parallel.job import this_job
 from jaxrl_llm.parallel.mesh import build_mesh
@@ -108,6 +109,7 @@ def train(
   branch = None if branch_from is None else Branch.parse(branch_from, reset)
   if reset and branch is None:
     raise UserError('train: reset needs branch_from')
+  set_flags(platform_here(os.environ))  # Without effect if this process has already used JAX.
   build_mesh(config.learner.mesh)  # Fails here, before anything is written.
   if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)

@@ -8,10 +8,11 @@ micro-batches and over chunks of the head, whose iterations are known only at ru
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Traffic(NamedTuple):
@@ -22,6 +23,11 @@ class Traffic(NamedTuple):
   """
   largest: str
   """Largest array counted in `bytes`, such as 'bf16[4096,1024]'."""
+  overlapped: int = 0
+  """The part of `bytes` whose transfer can run beside a matrix product: it is asynchronous, and the
+  compiler has scheduled a product between its start and its end. The time of the product is not
+  compared with that of the transfer.
+  """
 
 
 KINDS = ('all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective-permute')
@@ -41,6 +47,11 @@ _FUSED_SCATTER = 'all-reduce-scatter'
 only the device's shard of the result.
 """
 _DEFINED = re.compile(r'^(?:ROOT )?(%[\w.\-]+) = (\([^()]*\)|\S+) ')
+_STARTED = re.compile(rf'^(?:ROOT )?(%[\w.\-]+) = .+? (?:{"|".join(KINDS)})-start\(')
+_ENDED = re.compile(rf'^(?:ROOT )?%[\w.\-]+ = .+? (?:{"|".join(KINDS)})-done\([^%]*(%[\w.\-]+)')
+_PRODUCT = re.compile(
+  r' (?:dot|convolution)\(| custom-call\(.*custom_call_target="[^"]*(?:gemm|matmul)'
+)
 _CHANNEL = re.compile(r'channel_id=(\d+)')
 _CONSTANT = re.compile(r'^(%[\w.\-]+) = s32\[\]\S* constant\((\d+)\)')
 _BELOW = re.compile(r'^ROOT .* compare\(\S+, (%[\w.\-]+)\), direction=LT')
@@ -52,11 +63,13 @@ class _Array(NamedTuple):
   text: str
 
 
-class _Collective(NamedTuple):
+@dataclasses.dataclass
+class _Collective:
   kind: str
   bytes: int
   largest: _Array
   channel: str | None
+  overlapped: bool = False
 
 
 class _Computation:
@@ -73,6 +86,14 @@ class _Computation:
     self.types: dict[str, str] = {}
     """Result type of each operation, keyed by the operation's name."""
     self.constants: dict[str, int] = {}
+    self.products = 0
+    """Number of operations that compute matrix products, themselves or in a called computation. The
+    operations of a compiled program are listed in the order of their execution.
+    """
+    self.started: dict[str, tuple[_Collective, int]] = {}
+    """Asynchronous collectives, keyed by the name of the operation that starts them, with the value
+    of `products` at that point.
+    """
     self.bound: int | None = None
     """Exclusive upper bound of the loop counter, if this computation is a loop condition. The
     counter starts at 0 and increases by one per iteration.
@@ -86,20 +107,15 @@ def traffic(text: str) -> Mapping[str, Traffic]:
   program, entry = _parse(text)
   counts: collections.Counter[str] = collections.Counter()
   sizes: collections.Counter[str] = collections.Counter()
+  overlapped: collections.Counter[str] = collections.Counter()
   largest: dict[str, _Array] = {}
 
   def visit(name: str, times: int) -> None:
     computation = program[name]
-    # TPU programs split a transfer into several fusions with the same channel: its start, the work
-    # that overlaps with it, and its end. Count these fusions once.
-    fused = {
-      sent.channel or object(): sent
-      for fusion in computation.fused
-      for sent in _within(program, fusion)
-    }
-    for sent in (*computation.collectives, *fused.values()):
+    for sent in (*computation.collectives, *_fused(program, computation)):
       counts[sent.kind] += times
       sizes[sent.kind] += times * sent.bytes
+      overlapped[sent.kind] += times * sent.bytes * sent.overlapped
       largest[sent.kind] = max(largest.get(sent.kind, sent.largest), sent.largest)
     for called, trips, condition in computation.calls:
       if trips is None:
@@ -109,8 +125,16 @@ def traffic(text: str) -> Mapping[str, Traffic]:
   visit(entry, 1)
   kinds = (*KINDS, *sorted(set(counts) - set(KINDS)))
   return {
-    kind: Traffic(counts[kind], sizes[kind], largest[kind].text) for kind in kinds if counts[kind]
+    kind: Traffic(counts[kind], sizes[kind], largest[kind].text, overlapped[kind])
+    for kind in kinds
+    if counts[kind]
   }
+
+
+def overlapped_share(sent: Mapping[str, Traffic]) -> float:
+  """Returns the share of all bytes that `Traffic.overlapped` counts; 1 if nothing is sent."""
+  total = sum(traffic.bytes for traffic in sent.values())
+  return sum(traffic.overlapped for traffic in sent.values()) / total if total else 1.0
 
 
 def _parse(text: str) -> tuple[Mapping[str, _Computation], str]:
@@ -125,7 +149,24 @@ def _parse(text: str) -> tuple[Mapping[str, _Computation], str]:
       current = ''
     elif current:
       _parse_line(line, current, program[current])
+      _parse_schedule(line, program, program[current])
   return program, entry
+
+
+def _parse_schedule(
+  line: str, program: Mapping[str, _Computation], computation: _Computation
+) -> None:
+  """Notes products and the starts and ends of asynchronous collectives. Computations are printed
+  before those that call them, so the products of called ones are known.
+  """
+  called = [name.strip(' %') for _, names in _CALLED.findall(line) for name in names.split(',')]
+  if _PRODUCT.search(line) or any(program[name].products for name in called if name in program):
+    computation.products += 1
+  if (begun := _STARTED.match(line)) and computation.collectives:
+    computation.started[begun[1]] = computation.collectives[-1], computation.products
+  elif (ended := _ENDED.match(line)) and ended[1] in computation.started:
+    sent, before = computation.started.pop(ended[1])
+    sent.overlapped = computation.products > before
 
 
 def _parse_line(line: str, name: str, computation: _Computation) -> None:
@@ -191,6 +232,20 @@ def _whole(
 
 def _arrays(text: str) -> list[_Array]:
   return [_Array(_bytes(*match), '{}[{}]'.format(*match)) for match in _ARRAY.findall(text)]
+
+
+def _fused(program: Mapping[str, _Computation], computation: _Computation) -> list[_Collective]:
+  """Returns the collectives in the fusions that a computation calls.
+
+  TPU programs split a transfer into several fusions with the same channel: its start, the work that
+  overlaps with it, and its end. These count as one collective.
+  """
+  fused: dict[Any, _Collective] = {}
+  for fusion in computation.fused:
+    for sent in _within(program, fusion):
+      first = fused.setdefault(sent.channel or object(), sent)
+      first.overlapped |= program[fusion].products > 0
+  return list(fused.values())
 
 
 def _within(program: Mapping[str, _Computation], fusion: str) -> Iterator[_Collective]:

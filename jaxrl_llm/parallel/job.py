@@ -14,15 +14,11 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.core.process.job import LOCAL_DEVICES, JobDescription, describe
+from jaxrl_llm.core.process.xla_flags import has_tpu
 from jaxrl_llm.core.waits import watched
 from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.mesh import available_devices
 from jaxrl_llm.parallel.watch import PeerWatch
-
-_GOOGLE = '0x1ae0'
-"""PCI vendor of TPU chips, and also of other devices in Google's machines."""
-_CHIPS = ('0x0027', '0x0056', '0x005e', '0x0062', '0x0063', '0x006f', '0x0076')
-"""PCI device ids of TPU chips, from v2 to 7x."""
 
 
 def this_job(
@@ -42,7 +38,7 @@ def this_job(
     coordinator=coordinator,
     processes=processes,
     process=process,
-    has_tpu=_has_tpu(),
+    has_tpu=has_tpu(os.environ),
     has_mpi4py=importlib.util.find_spec('mpi4py') is not None,
   )
 
@@ -123,15 +119,3 @@ def join(job: JobDescription, config: CoordinationConfig) -> Membership:
       raise UserError(f'{job}: cannot be joined: {one_line(error)}') from error
   available_devices()
   return Membership(config)
-
-
-def _has_tpu() -> bool:
-  """Returns whether this machine has TPU chips that JAX will use."""
-  platforms = os.environ.get('JAX_PLATFORMS', '')
-  if (platforms and 'tpu' not in platforms) or importlib.util.find_spec('libtpu') is None:
-    return False
-  return any(
-    vendor.read_text().strip() == _GOOGLE
-    and (vendor.parent / 'device').read_text().strip() in _CHIPS
-    for vendor in pathlib.Path('/sys/bus/pci/devices').glob('*/vendor')
-  )

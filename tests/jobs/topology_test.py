@@ -30,6 +30,10 @@ LARGER = MODEL | dict(hidden_size=256, intermediate_size=512, vocab_size=32_768)
 WIDE = MODEL | dict(hidden_size=512, intermediate_size=4096)
 """Most of its parameters are in many kernels of equal size."""
 
+LAYERS = 4
+"""Layers of the model that is compiled for GPUs: between the first and the last, those of one are
+gathered beside the products of another.
+"""
 CUT = ('--config.learner.mesh.fsdp=4', '--config.learner.mesh.tensor=2')
 
 
@@ -42,12 +46,14 @@ def rows_of(prompt, response):
   )
 
 
-def dry_run(topology, *flags, config='sizes.py:0.5b', model=MODEL, rows=(64, 192), expect=0):
+def dry_run(
+  topology, *flags, config='sizes.py:0.5b', model=MODEL, rows=(64, 192), expect=0, xla_flags=''
+):
   """Standard output, or the error where one is expected."""
   model_flag = f'--config.policy.model={json.dumps(model)}'
   command = ['launch/train.py', f'--config=configs/{config}', '--dry_run', f'--topology={topology}']
   command += [model_flag, *rows_of(*rows), *flags]
-  env = job.environment(XLA_FLAGS='')
+  env = job.environment(XLA_FLAGS=xla_flags)
   # The command executes the Python that has the compilers.
   process = warm.start(command, cwd=job.ROOT, env=env, replaced=True)
   out, err = process.communicate(timeout=900)
@@ -68,6 +74,16 @@ def held_by(role, text):
   """Memory that a role keeps, in MB: in all, on each device and in host memory."""
   row = re.search(rf'{role} +│ +([\d.,]+) │ +([\d.,]+) │ +([\d.,]+) │', text)
   return tuple(float(n.replace(',', '')) for n in row.groups())
+
+
+def on_gpu_devices(**options):
+  budget = f'--config.learner.logits_budget_bytes={1 << 18}'
+  return dry_run('h100:4', budget, model=MODEL | dict(num_hidden_layers=LAYERS), **options)
+
+
+@pytest.fixture(scope='module')
+def on_gpus():
+  return on_gpu_devices()
 
 
 class Sharded(NamedTuple):
@@ -212,19 +228,34 @@ def test_without_their_moments_devices_hold_less_by_just_so_much():
   )
 
 
-def test_the_training_step_compiles_for_a_gpu():
-  text = dry_run('h100:4', f'--config.learner.logits_budget_bytes={1 << 18}')
+def test_the_training_step_compiles_for_a_gpu(on_gpus):
+  text = on_gpus
   assert 'attention in training: blockwise' in text
   assert '4 × NVIDIA H100 80GB HBM3: data=1 fsdp=4 sequence=1 tensor=1' in text
   update = line_of('update', text)
   assert 'does not fit' not in update
   # In bfloat16, layers are gathered once forward and once backward, and the head once.
   heads, layer = MODEL['num_attention_heads'] * MODEL['head_dim'], MODEL['hidden_size']
-  kernels = layer * (4 * heads + 3 * MODEL['intermediate_size']) * MODEL['num_hidden_layers']
+  kernels = layer * (4 * heads + 3 * MODEL['intermediate_size']) * LAYERS
   head = MODEL['vocab_size'] * layer
   size, largest = re.search(r'all-gather \d+ \(([\d.]+) MB, largest (\w+)\[', update).groups()
   assert float(size) == pytest.approx(2 * (2 * kernels + head) / 1e6, abs=0.2)
   assert largest == 'bf16'
+
+
+def overlapped(text):
+  """Share of the bytes of the update's collectives that travel beside matrix products, in %."""
+  return int(re.search(r'(\d+)% of the bytes beside matrix products', line_of('update', text))[1])
+
+
+def test_on_gpus_most_of_what_is_sent_travels_beside_products_by_the_flags_that_are_set(on_gpus):
+  flags = re.search(r'^compiler flags: (.+)$', on_gpus, re.M)[1].split()
+  assert len(flags) == 3 and all(flag.endswith('=true') for flag in flags)
+  share = overlapped(on_gpus)
+  assert share >= 50
+  without = on_gpu_devices(xla_flags=' '.join(flags).replace('=true', '=false'))
+  assert re.search(r'^compiler flags: (.+)$', without, re.M)[1].count('=false') == 3
+  assert overlapped(without) < share - 20
 
 
 def test_excess_memory_is_refused_with_its_size():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.parallel.collectives import Traffic, traffic
+from jaxrl_llm.parallel.collectives import Traffic, overlapped_share, traffic
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 
 
@@ -175,3 +175,39 @@ def test_what_the_compiler_says_of_a_loop_goes_before_its_condition():
     'all-gather': 1,
     'all-reduce': 1,
   }
+
+
+SCHEDULE = """HloModule jit_f
+%product (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  ROOT %d.1 = f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (a: f32[2,8]) -> f32[8,8] {
+  %g.1 = (f32[2,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%a), dimensions={0}
+  %f = f32[8,8]{1,0} fusion(%w), kind=kCustom, calls=%product
+  %e.1 = f32[8,8]{1,0} all-gather-done(%g.1)
+  %g.2 = (f32[2,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%b), dimensions={0}
+  %s = f32[8,8]{1,0} add(%f, %e.1)
+  %e.2 = f32[8,8]{1,0} all-gather-done(%g.2)
+  ROOT %r = f32[8,8]{1,0} all-reduce(%s), to_apply=%add
+}
+"""
+
+
+def test_a_transfer_with_a_product_between_its_start_and_its_end_is_overlapped():
+  whole = 8 * 8 * 4
+  found = traffic(SCHEDULE)
+  assert found == {
+    'all-gather': Traffic(2, 2 * whole, 'f32[8,8]', overlapped=whole),
+    'all-reduce': Traffic(1, whole, 'f32[8,8]'),
+  }
+  assert overlapped_share(found) == pytest.approx(1 / 3) and overlapped_share({}) == 1
+  behind = SCHEDULE.replace('all-gather-done(%g.1)', 'all-gather-done(%g.3)')
+  assert traffic(behind)['all-gather'].overlapped == 0
+
+
+def test_a_tpus_fusion_of_a_transfer_and_a_product_overlaps_them():
+  product = '  %v = bf16[64]{0} convolution(%p.1, %p.1), dim_labels=bf_oi->bf\n'
+  beside = TPU_LOOP.replace('  ROOT %c.1 =', product + '  ROOT %c.1 =')
+  assert traffic(beside)['all-gather'] == Traffic(24, 24 * 64 * 2, 'bf16[64]', 24 * 64 * 2)

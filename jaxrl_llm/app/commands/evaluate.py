@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import parse_flags, split_argv
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.process.xla_flags import platform_here, set_flags
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
@@ -47,6 +49,7 @@ def _main(argv: Sequence[str]) -> int:
       '--workdir is missing; usage: jaxrl evaluate --workdir=DIR [--steps=N,N] [--out=FILE]'
     )
   logging.set_verbosity(-1)
+  set_flags(platform_here(os.environ))
   run = pathlib.Path(FLAGS.workdir)
   config = config_to_serve(run, spec, overrides)
   steps = chosen_steps(run, config, _numbers(FLAGS.steps))

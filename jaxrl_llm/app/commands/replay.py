@@ -12,6 +12,7 @@ means that everything is equal. The run directory is not changed.
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 from collections.abc import Sequence
 
@@ -22,6 +23,7 @@ from jaxrl_llm.app.offline.replay import Compared, course, replay
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.process.xla_flags import platform_here, set_flags
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.runtime.machine import use_compilation_cache
 
@@ -54,6 +56,7 @@ def _main(argv: Sequence[str]) -> int:
     raise UserError('--workdir is missing; usage: jaxrl replay --workdir=DIR [--step=N]')
   check_alone()
   logging.set_verbosity(-1)
+  set_flags(platform_here(os.environ))  # As in the run, so that the same programs are compiled.
   return script.run_async(_replay(pathlib.Path(FLAGS.workdir), FLAGS.step))
 
 

@@ -34,9 +34,10 @@ from jaxrl_llm.config.load import apply_overrides, load_file, parse_flags, split
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.process.job import unjoined
+from jaxrl_llm.core.process.xla_flags import platform_here, set_flags
 from jaxrl_llm.parallel.job import Membership, join, this_job
 from jaxrl_llm.parallel.mesh import available_devices, build_mesh
-from jaxrl_llm.parallel.topology import has_compiler, parse_topology
+from jaxrl_llm.parallel.topology import CHIPS, has_compiler, parse_topology
 from jaxrl_llm.runtime.machine import use_compilation_cache
 
 FLAGS = flags.FlagValues()
@@ -135,6 +136,12 @@ def _main(argv: Sequence[str]) -> int:
     return 0
   if FLAGS.topology:
     _compile_elsewhere(FLAGS.topology, dry_run=FLAGS.dry_run)
+  platform = (
+    CHIPS[parse_topology(FLAGS.topology).chip].platform
+    if FLAGS.topology
+    else platform_here(os.environ)
+  )
+  compiler_flags = set_flags(platform)
   modes = [name for name in ('check', 'dry_run', 'doctor') if FLAGS[name].value]
   if len(modes) > 1:
     raise UserError(f'--{modes[1]}: cannot be combined with --{modes[0]}; give one of them')
@@ -150,6 +157,8 @@ def _main(argv: Sequence[str]) -> int:
   config = apply_overrides(load_file(config_spec, Config), overrides)
   workdir = pathlib.Path(FLAGS.workdir or f'runs/{config.name}')
   logging.set_verbosity(FLAGS.verbosity)
+  if platform != 'cpu':
+    logging.info('compiler flags for %s: %s', platform, compiler_flags)
   faulthandler.enable()
   use_releasing_allocator(config)
   membership = _join(config)

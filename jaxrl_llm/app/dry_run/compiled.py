@@ -16,15 +16,11 @@ from rich.table import Table
 
 from jaxrl_llm.app.dry_run.programs import Held, Program
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.parallel.collectives import traffic
+from jaxrl_llm.parallel.collectives import overlapped_share, traffic
 from jaxrl_llm.parallel.topology import CHIPS
 
 UTILISATION = 0.4
 """Share of the chip's peak FLOP/s assumed for the expected time; a well-tuned step reaches it."""
-_READABLE = {'tpu': {'xla_jf_spmd_threshold_for_windowed_einsum_mib': '1000000'}}
-"""Compiler options, keyed by platform. Without the TPU option, XLA would merge gathers and matrix
-products into chains of permutes, so that the collectives could not be counted.
-"""
 _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\d.]+\w)')
 
 
@@ -63,6 +59,10 @@ class Compilation:
   """Memory of the target chip. None if the program was compiled for this process's devices."""
   collectives: str = ''
   """Collectives of a micro-batch as text; empty without a target chip."""
+  overlapped: float | None = None
+  """Share of the bytes of all collectives whose transfer can run beside a matrix product
+  (`collectives.Traffic.overlapped`); None if there are no collectives, or without a target chip.
+  """
   flops: int = 0
   """Model FLOPs of a full micro-batch over all devices; 0 if unknown."""
   expected_s: float | None = None
@@ -87,6 +87,8 @@ class Compilation:
       return line
     line += f' of {self.limit / 1e6:,.0f}'
     line += f'; collectives of a micro-batch: {self.collectives}'
+    if self.overlapped is not None:
+      line += f', {self.overlapped:.0%} of the bytes beside matrix products'
     if self.expected_s is not None:
       line += f'; {self.flops / 1e12:,.2f} TFLOP per full micro-batch, '
       line += f'{self.expected_s:,.3f} s at {UTILISATION:.0%} of peak'
@@ -99,13 +101,13 @@ class Compilation:
 
 def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilation:
   """Compiles a program for devices of kind `chip`. If `chip` is None, compiles for this process's
-  devices.
+  devices. The compiler's flags are those of a run, which the command has set
+  (`core.process.xla_flags`), so the compiled program is the one that a run would compile.
   """
   lowered, began = program.lower(), time.perf_counter()
-  options = _READABLE.get(CHIPS[chip].platform) if chip else None
   limit = CHIPS[chip].memory_bytes if chip else None
   try:
-    compiled = lowered.compile(options)
+    compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
@@ -114,13 +116,15 @@ def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilati
   memory = compiled.memory_analysis()
   needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
   needed -= memory.alias_size_in_bytes
-  sent, expected = '', None
+  sent, expected, overlapped = '', None, None
   if chip:
+    found = traffic(compiled.as_text())
     kinds = [
       f'{kind} {t.count} ({t.bytes / 1e6:,.1f} MB, largest {t.largest})'
-      for kind, t in traffic(compiled.as_text()).items()
+      for kind, t in found.items()
     ]
     sent = ', '.join(kinds) or 'none'
+    overlapped = overlapped_share(found) if found else None
     if program.flops:
       peak = CHIPS[chip].peak_flops * mesh.devices.size * UTILISATION
       expected = program.flops / peak
@@ -133,6 +137,7 @@ def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilati
     in_host_memory=memory.host_argument_size_in_bytes,
     limit=limit,
     collectives=sent,
+    overlapped=overlapped,
     flops=program.flops,
     expected_s=expected,
     compile_s=took,

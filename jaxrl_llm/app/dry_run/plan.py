@@ -29,6 +29,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.sources import Rollouts
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core import disk
+from jaxrl_llm.core.process.xla_flags import in_force
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.master.phases import Phase
 from jaxrl_llm.master.trainer import Stage
@@ -122,6 +123,7 @@ class RunPlan:
       f'run directory: {self.workdir}',
       f'policy: {spec.family}, {count:,} parameters{adapters}, vocabulary {spec.vocab_size}',
       f'attention in training: {implementation} ({reason})',
+      f'compiler flags: {" ".join(in_force()) or "none"}',
     ]
     if (of := self.reward_model_json) is not None:
       lines.append(
@@ -154,6 +156,7 @@ class RunPlan:
       },
       'reward_model': self.reward_model_json,
       'attention': {'implementation': implementation, 'reason': reason},
+      'compiler_flags': list(in_force()),
       'tasksets': {name: dict(taskset.counts) for name, taskset in self.prepared.tasksets.items()},
       'stages': [self._stage_json(stage) for stage in self.stages],
       'servers': dict(self.commands),

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.process.xla_flags import without_added
 
 ADDRESS, PORT = 'JAX_COORDINATOR_ADDRESS', 'JAX_COORDINATOR_PORT'
 COUNT, INDEX = 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'
@@ -148,12 +149,14 @@ def unjoined(environment: Mapping[str, str]) -> str | None:
 
 
 def outside(environment: Mapping[str, str]) -> dict[str, str]:
-  """Returns the variables without those that give a process its place in a job.
+  """Returns the variables without those that give a process its place in a job, and without the
+  compiler flags that the program has added.
 
   Child processes (servers, explorers, scorers) get the result as their environment. Otherwise, they
-  would take the place of this process in the job.
+  would take the place of this process in the job, or might not know a flag.
   """
-  return {name: value for name, value in environment.items() if not is_place(name)}
+  kept = without_added(environment)
+  return {name: value for name, value in kept.items() if not is_place(name)}
 
 
 def is_place(name: str) -> bool:
