@@ -92,7 +92,19 @@ def grpo_works(folder, scratch, micro_batch):
   trainer.create_optimizer()
   trainer.model.train()
 
-  def update(name):
+  initial = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+  latest = None
+
+  def begin(work):
+    """Starts each work with the initial weights and a new optimizer state, as our side does."""
+    nonlocal latest
+    if work != latest:
+      trainer.model.load_state_dict(initial)
+      trainer.optimizer.state.clear()
+      latest = work
+
+  def update(work, name):
+    begin(work)
     parts = [
       {k: x[at : at + micro_batch] for k, x in rows[name].items()}
       for at in range(0, count, micro_batch)
@@ -115,13 +127,12 @@ def grpo_works(folder, scratch, micro_batch):
     completions = trainer._generate_single_turn(prompts, None, {}, 1)[0]
     return float(len(completions))
 
-  updates = {work: lambda name=name: update(name) for work, name in FILES.items()}
-  apart = {
-    f'{work}, prompts not shared': call for work, call in updates.items() if 'groups' in work
+  # TRL shares no prompts, so both works with a file are the same there.
+  files = FILES | {
+    f'{work}, prompts not shared': name for work, name in FILES.items() if 'groups' in work
   }
   return {
-    **updates,
-    **apart,
+    **{work: lambda work=work, name=name: update(work, name) for work, name in files.items()},
     'logprobs': logprobs,
     'generate': generate,
   }
