@@ -19,6 +19,7 @@ from absl import logging
 from jax.sharding import Mesh
 from rich.console import Console
 
+from jaxrl_llm.app.composition.archiving import archiver
 from jaxrl_llm.app.composition.branch import Branch, Fork
 from jaxrl_llm.app.composition.branch import make as make_branch
 from jaxrl_llm.app.composition.chosen import settle
@@ -60,6 +61,7 @@ from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 from jaxrl_llm.parallel.mesh import build_mesh
 from jaxrl_llm.rollout.publisher import Gatherer
 from jaxrl_llm.runtime import history
+from jaxrl_llm.runtime.archive import Archive
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.runtime.events import SILENT, Edge, EventLog, Events
 from jaxrl_llm.runtime.history import Change
@@ -169,6 +171,7 @@ class _SetUp(NamedTuple):
   """Changes to the configuration of a resumed run."""
   origin: Fork | None
   """Commit from which a new branch starts; None for other runs."""
+  archive: Archive | None
   facts: Json
   """The fields of `_Facts`, to be broadcast."""
 
@@ -183,6 +186,12 @@ async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp
   if workdir.branching:
     config = await asyncio.to_thread(settle, config, branch.scored_as, tell, load)
     origin = await asyncio.to_thread(make_branch, branch, config, workdir, load)
+  archive: Archive | None = None
+  if config.archive is not None:
+    archive = Archive(config.archive)
+    fetched = await asyncio.to_thread(archive.open, workdir.path, commits=checkpoints.steps())
+    if fetched is not None:
+      tell(f'fetched the commit at step {fetched} from {config.archive.location}')
   step = max(checkpoints.steps(), default=0)
   config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)
   changed = workdir.adopt(config)
@@ -201,7 +210,7 @@ async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp
     'spec': dataclasses.asdict(prepared.spec),
     'lengths': prepared.lengths,
   }
-  return _SetUp(config, prepared, registry, changed, origin, facts)
+  return _SetUp(config, prepared, registry, changed, origin, archive, facts)
 
 
 async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
@@ -236,6 +245,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     process=Process(coordinator=coordinator, device=device, mesh=mesh, events=events),
     reward_model=reward_model,
     registry=ready.registry if ready else None,
+    archive=ready.archive if ready else None,
     next_attempt=launch.workdir.next_attempt if ready else None,
     explorer_command=explorer.command,
   )
@@ -288,6 +298,9 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
   cards = await device.run(_export, config, path, prepared, model.spec, outcome.state.learned, mesh)
   if ready:
     await asyncio.to_thread(_finish, config, path, cards)
+    if ready.archive is not None:
+      # The newest commit again, now with the exported models and the report.
+      await asyncio.to_thread(archiver(ready.archive, path, checkpoints))
   device.close()
   return 0
 

@@ -36,6 +36,7 @@ from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.mesh import MeshConfig
 from jaxrl_llm.rewards.api import DISCOVERING, REWARD_MODEL, RewardsConfig
 from jaxrl_llm.rollout.catalogue import ENGINES
+from jaxrl_llm.runtime.archive import ArchiveConfig
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig
 from jaxrl_llm.runtime.log.config import LoggingConfig
 from jaxrl_llm.tasks.examples import ExamplesConfig
@@ -189,6 +190,10 @@ class Config:
   stages: tuple[StageConfig, ...]
   evaluation: tuple[SuiteConfig, ...] = ()
   checkpoint: CheckpointConfig = CheckpointConfig()
+  archive: ArchiveConfig | None = None
+  """Copies of the commits in an object store, from which a fresh host can resume the run. If None,
+  commits exist in the run directory only.
+  """
   logging: LoggingConfig = LoggingConfig()
   coordination: CoordinationConfig = CoordinationConfig()
   phases: PhasesConfig | None = None

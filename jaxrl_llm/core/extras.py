@@ -9,11 +9,13 @@ from jaxrl_llm.core.errors import UserError
 
 EXTRAS: Mapping[str, str] = {
   'datasets': 'datasets',
+  'gcsfs': 'cloud',
   'gymnasium': 'gymnasium',
   'math_verify': 'math',
   'mcp': 'mcp',
   'optuna': 'sweep',
   'reasoning_gym': 'reasoning-gym',
+  's3fs': 'cloud',
   'textworld': 'textworld',
   'wandb': 'logging',
 }

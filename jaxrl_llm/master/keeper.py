@@ -87,6 +87,8 @@ class Logs:
   """Number of the last step that earlier attempts (starts of the run) had completed, before a crash
   undid part of their work. Steps up to this one are repetitions.
   """
+  archive: Callable[[], Mapping[str, float]] | None = None
+  """Archives the newest commit and returns metrics of it; None if the run has no archive."""
   files: Callable[[], Mapping[str, int]] = dict
   """Returns the sizes in bytes of the files that the run created and still reads, keyed by path
   relative to the run directory.
@@ -539,4 +541,7 @@ class RunKeeper:
     self._process.events.reply(asked)
     if self._logs is not None:
       self._write_s = {'perf/checkpoint_write_s': time.perf_counter() - begun}
+      if self._logs.archive is not None:
+        # Wait 'archive': bounded by `archive.deadline_s`.
+        self._write_s |= await in_daemon_thread(self._logs.archive)
       self._logs.store.prune(min(self._checkpoints.steps()))

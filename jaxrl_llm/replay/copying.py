@@ -1,5 +1,8 @@
-"""Stores of branches. A branch is a run that begins with a commit of another run, its parent. Its
-store is a copy of the parent's store, or an empty store that begins with the step of the commit.
+"""Copies of stores, for branches and archives.
+
+A branch is a run that begins with a commit of another run, its parent. Its store is a copy of the
+parent's store, or an empty store that begins with the step of the commit. An archive has a copy of
+the run's own store.
 """
 
 from __future__ import annotations
@@ -48,13 +51,7 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
   inbox.copy(source, target)
   with snapshot(source) as (index, _):
     with contextlib.closing(sqlite3.connect(target / INDEX)) as copied:
-      try:
-        index.backup(copied)
-      except sqlite3.OperationalError as error:
-        raise UserError(
-          f'{target / INDEX}: cannot be written ({error}); free disk space, then run the same '
-          'command again'
-        ) from error
+      _back_up(index, copied, target)
       (before,) = copied.execute("SELECT json FROM meta WHERE key = 'max_uses'").fetchone()
       if max_uses < json.loads(before):
         raise UserError(
@@ -89,6 +86,39 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
         ) from None
   for part in (target / INDEX, target / SEGMENTS, target):
     sync(part)
+
+
+def mirror(source: pathlib.Path, target: pathlib.Path, *, commit: int) -> None:
+  """Copies what a commit needs of a store, possibly while the store is being written to.
+
+  In contrast to `copy`, the copy keeps the store's name, so that the run itself can resume with it.
+
+  Args:
+    source, target, commit: see `copy`.
+
+  Raises:
+    UserError: the store is damaged, or the copy of the index cannot be written.
+  """
+  (target / SEGMENTS).mkdir(parents=True)
+  inbox.copy(source, target)
+  with snapshot(source) as (index, _):
+    with contextlib.closing(sqlite3.connect(target / INDEX)) as copied:
+      _back_up(index, copied, target)
+      forget(copied)
+      copied.commit()
+    experts.copy(source, target)
+    for (name,) in index.execute(_NEEDED, {'commit': commit}).fetchall():
+      link_or_copy(source / SEGMENTS / name, target / SEGMENTS / name)
+
+
+def _back_up(index: sqlite3.Connection, copied: sqlite3.Connection, target: pathlib.Path) -> None:
+  try:
+    index.backup(copied)
+  except sqlite3.OperationalError as error:
+    raise UserError(
+      f'{target / INDEX}: cannot be written ({error}); free disk space, then run the same command '
+      'again'
+    ) from error
 
 
 def begin(directory: pathlib.Path, *, step: int, max_uses: int) -> None:

@@ -390,6 +390,12 @@ METRICS: dict[str, str] = {
   'perf/open_descriptors': (
     "Open files and sockets of the trainer's process. A steady rise indicates a leak."
   ),
+  'perf/archive_s': (
+    'Seconds in which the newest commit was copied to the archive, beside training.'
+  ),
+  'perf/archive_bytes': (
+    'Bytes that the newest commit added to the archive. Unchanged files count 0.'
+  ),
   'perf/checkpoint_write_s': (
     'Seconds from the copy of the state to the end of the newest commit, beside training; in the '
     'row of the step after that. Above the seconds between two commits, each waits for the one '

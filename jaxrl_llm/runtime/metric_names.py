@@ -158,6 +158,8 @@ LABELS: dict[str, Label] = {
   'perf/memory_<phase>_bytes': Label('Device memory in phase <phase>', 'bytes'),
   'perf/memory_moved_bytes': Label('Memory moved between phases', 'bytes'),
   'perf/open_descriptors': Label('Open files and sockets', 'files'),
+  'perf/archive_s': Label('Archiving a commit', 's'),
+  'perf/archive_bytes': Label('Archived bytes', 'bytes'),
   'perf/checkpoint_write_s': Label('Writing of a commit', 's'),
   'perf/disk_free_gb': Label('Free disk space', 'GB'),
   'run/mismatch_over_budget': Label('Mismatch over budget', '0 or 1'),

@@ -15,6 +15,7 @@ same command.
   jaxrl feedback     attaches delayed rewards, such as verdicts of people, to samples of a run
   jaxrl experts      adds expert rows (answers to imitate) to a run, even while it is active
   jaxrl replay       repeats one update of a run and compares the results bit for bit
+  jaxrl fetch        copies an archived commit of a run to a run directory
   jaxrl convert      checks or changes a Hugging Face model directory
   jaxrl import-verl  converts a verl script or YAML file to a configuration file
   jaxrl import-trl   converts a TRL command, YAML or Python file to a configuration file
@@ -51,6 +52,7 @@ COMMANDS = (
     'feedback',
     'experts',
     'replay',
+    'fetch',
     'convert',
     'import-verl',
     'import-trl',

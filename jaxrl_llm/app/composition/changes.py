@@ -35,7 +35,15 @@ Reset = Literal['data', 'store']
 """Part that a branch must reset in order to make a change, as with --reset_data."""
 
 MAY_CHANGE = (
-  *('evaluation', 'logging', 'checkpoint', 'compilation_cache', 'coordination', 'registry'),
+  *(
+    'evaluation',
+    'logging',
+    'checkpoint',
+    'archive',
+    'compilation_cache',
+    'coordination',
+    'registry',
+  ),
   'learner.mesh',
   'phases',
   # Another directory must contain the same model, which `TrainerRewardModel.check` ensures.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxrl_llm.app.composition.archiving import archiver
 from jaxrl_llm.app.composition.batch_sources import build_batches, forget_later_rows
 from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.prepare import Prepared
@@ -196,6 +197,7 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
     mismatch=config.rollout.mismatch,
     repeats_until=services.store.undone_until(),
     files=functools.partial(made_files, workdir),
+    archive=archiver(setup.archive, workdir, setup.checkpoints) if setup.archive else None,
   )
 
 

@@ -13,6 +13,7 @@ from jaxrl_llm.master.process import Process
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.rollout.explorers.process import ExplorerCommand
+from jaxrl_llm.runtime.archive import Archive
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 
 
@@ -34,6 +35,8 @@ class Setup:
   """Reward model of the trainer; None if the run has none."""
   registry: Registry | None = None
   """Registry of the run. None in processes other than process 0, and in runs without a registry."""
+  archive: Archive | None = None
+  """Archive of the run. None in processes other than process 0, and in runs without an archive."""
   next_attempt: Callable[[], int] | None = None
   """Function that counts a new attempt of the run and returns its number. None in processes other
   than process 0, and in runs that are reopened offline.
