@@ -24,10 +24,11 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import xxhash
 from absl import logging
@@ -63,6 +64,11 @@ class CheckpointConfig:
   """Number of newest commits to keep. The commit with the best evaluation is also kept, as are
   commits whose weights later stages start from, and the commit of a reward model that scores
   rollouts.
+  """
+  moments_dtype: Literal['float32', 'bfloat16'] = 'float32'
+  """Data type in which commits store the optimizer's moments. 'bfloat16' makes commits of a float32
+  policy a third smaller. A resumed run then begins with rounded moments, so its results differ
+  slightly from those of an uninterrupted run.
   """
   keep_hours: float = 0.0
   """Commits younger than this many hours are also kept, however many there are."""
@@ -158,7 +164,9 @@ class Checkpoints:
           target.mkdir(parents=True, exist_ok=True)
         deadline = ocp.options.AsyncOptions(timeout_secs=_DEADLINE_S)
         checkpointer = ocp.StandardCheckpointer(async_options=deadline)
-        checkpointer.save(target / _ARRAYS, state, force=True)
+        checkpointer.save(
+          target / _ARRAYS, state, save_args=_save_args(state, self._config), force=True
+        )
       return Writing(self, target, checkpointer, encoded, keep, stack.pop_all())
 
   def save(self, step: int, state: Any, host: Json, *, keep: Collection[int] = ()) -> None:
@@ -301,6 +309,18 @@ class Checkpoints:
         # COMMIT is removed first. If the removal is then interrupted, `clean` removes the rest.
         commit.unlink()
         shutil.rmtree(commit.parent, ignore_errors=True)
+
+
+def _save_args(state: Any, config: CheckpointConfig) -> Any:
+  """Returns the data types in which the arrays of `state` are stored, as orbax's options."""
+  rounded = ocp.SaveArgs(dtype=np.dtype(config.moments_dtype))
+
+  def options(path: Sequence[Any], array: jax.Array) -> ocp.SaveArgs:
+    is_moment = 'opt_state' in jax.tree_util.keystr(path, simple=True, separator='/').split('/')
+    is_float = array.dtype == np.float32 and array.ndim > 0
+    return rounded if is_moment and is_float else ocp.SaveArgs()
+
+  return jax.tree_util.tree_map_with_path(options, state)
 
 
 def _abstract(tree: Any) -> Any:

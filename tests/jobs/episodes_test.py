@@ -36,14 +36,14 @@ def rooms(draw):
 TASKS = {'calculator': sums, 'key_game': rooms}
 
 
-def learn(workdir, task, seed=0, control=None):
-  """Mean reward of the first two and of the last ten batches of GRPO."""
+def learn(workdir, task, *flags, seed=0, control=None):
+  """Mean reward of the first two and of the last ten batches of the stage after SFT."""
   draw, file = random.Random(seed), workdir.parent / 'tasks.jsonl'
   rows = [*TASKS[task](draw)]
   draw.shuffle(rows)
   file.write_text(''.join(f'{json.dumps(row)}\n' for row in rows))
   config = (f'--config={FIXTURES / task}.py:{file}',)
-  train = job.command(workdir, f'--config.seed={seed}', config=config)
+  train = job.command(workdir, f'--config.seed={seed}', *flags, config=config)
   command = [sys.executable, 'tests/support/controls.py', control, *train[2:]] if control else train
   path = os.pathsep.join(map(str, (job.ROOT, FIXTURES, job.ROOT / 'configs')))
   done = subprocess.run(
@@ -64,6 +64,30 @@ def learn(workdir, task, seed=0, control=None):
 @pytest.mark.parametrize('task', TASKS)
 def test_a_task_is_learnt_from_rewards_of_the_environment(tmp_path, task, seed):
   start, end = learn(tmp_path / 'run', task, seed=seed)
+  assert start <= 0.6 and end >= 0.75
+
+
+def test_ppo_learns_the_key_game(tmp_path):
+  flags = (
+    '--config.stages.grpo.algorithm={"name":"ppo","options":{"critic_warmup":20}}',
+    '--config.stages.grpo.critic={"optimizer":{"peak_lr":1e-3,"b2":0.99}}',
+    '--config.stages.grpo.optimizer={"peak_lr":3e-4,"b2":0.99}',
+    '--config.stages.grpo.source.groups_per_batch=128',
+    '--config.stages.grpo.source.group_size=1',
+    '--config.stages.grpo.minibatches=2',
+    '--config.stages.grpo.steps=140',
+  )
+  start, end = learn(tmp_path / 'run', 'key_game', *flags)
+  assert start <= 0.6 and end >= 0.75
+
+
+def test_two_vllm_servers_play_the_key_game(tmp_path):
+  flags = (
+    '--config.rollout.engine=vllm',
+    '--config.rollout.vllm.environment=.venv-vllm',
+    '--config.rollout.vllm.servers=2',
+  )
+  start, end = learn(tmp_path / 'run', 'key_game', *flags)
   assert start <= 0.6 and end >= 0.75
 
 

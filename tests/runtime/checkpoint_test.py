@@ -88,6 +88,28 @@ def test_a_commit_comes_back_bit_for_bit_on_the_same_shardings(tmp_path, mesh):
   assert again.host(1) == HOST
 
 
+def test_moments_are_rounded_once_to_the_stated_dtype_and_nothing_else_is(tmp_path, mesh):
+  state = state_on(mesh, seed=3)
+  rng = np.random.default_rng(0)
+  state['train']['opt_state'] = jax.tree.map(
+    lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding) if x.ndim else x,
+    state['train']['opt_state'],
+  )
+  sizes = []
+  for name, dtype in (('whole', 'float32'), ('rounded', 'bfloat16')):
+    saved = checkpoints(tmp_path / name, moments_dtype=dtype)
+    saved.save(1, state, HOST)
+    arrays = tmp_path / name / 'checkpoints' / '1' / 'arrays'
+    sizes.append(sum(file.stat().st_size for file in files_of(arrays)))
+  assert sizes[1] < sizes[0]
+  restored = checkpoints(tmp_path / 'rounded').restore(1, jax.eval_shape(lambda x: x, state))
+  rounded = jax.tree.map(
+    lambda x: x.astype(jnp.bfloat16).astype(x.dtype) if x.ndim else x, state['train']['opt_state']
+  )
+  assert_same_bits(restored, {'train': {**state['train'], 'opt_state': rounded}})
+  assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, state)
+
+
 @pytest.mark.parametrize('shape', [(8, 1, 1), (2, 2, 2), (1, 1, 1)])
 def test_a_commit_comes_back_bit_for_bit_on_another_mesh(tmp_path, mesh, shape):
   state = state_on(mesh, seed=1)

@@ -120,6 +120,12 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
   # Check the machine of the commits before and after the step, because the steps in between may
   # have been made on either machine.
   after = min((committed for committed in kept if committed >= step), default=0)
+  if (commit or after) and config.checkpoint.moments_dtype != 'float32':
+    raise UserError(
+      f'--step={step}: cannot be replayed bit for bit, because the commits have moments in '
+      f'{config.checkpoint.moments_dtype} (checkpoint.moments_dtype); only runs whose commits have '
+      'float32 moments can'
+    )
   for near in {commit, after} - {0}:
     if changed := changes(checkpoints.host(near)['machine']):
       raise UserError(
