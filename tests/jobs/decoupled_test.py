@@ -8,6 +8,7 @@ import signal
 
 import job
 import pytest
+import serving
 
 from jaxrl_llm.replay.audit import audit
 
@@ -40,30 +41,33 @@ def trainer(explores, *, steps, **fields):
   )
 
 
-def trained_together(folder, *, steps, kills, bound):
+def trained_together(folder, *, steps, kills, bound, engine=(), processes=1):
   """Runs a trainer to its end and an explorer beside it, and kills each of them.
 
   Args:
     kills: (run, rows of the trainer when it is killed) of each kill.
+    engine: flags of the explorer's engine.
+    processes: processes of the trainer.
 
   Returns:
     The two run directories.
   """
   explores, trains = folder / 'explores', folder / 'trains'
   flags = {
-    explores: explorer(trains, batches_per_version=1),
+    explores: (*explorer(trains, batches_per_version=1), *engine),
     trains: trainer(explores, steps=steps, bound=bound),
   }
-  alive = {}
+  several, alive = {explores: 1, trains: processes}, {}
   try:
-    alive = {run: job.start(run, *flags[run]) for run in flags}
+    alive = {run: job.start(run, *flags[run], processes=several[run]) for run in flags}
     for name, rows in kills:
-      job.wait_for_rows(trains, rows, alive[trains])
-      job.kill(alive[folder / name])
-      for run in flags:
-        assert audit(run / 'replay').ok
-      alive[folder / name] = job.start(folder / name, *flags[folder / name])
-    _, err = alive[trains].communicate(timeout=300)
+      job.wait_for_rows(trains, rows, alive[trains], timeout_s=600)
+      run = folder / name
+      job.kill(alive[run])
+      for directory in flags:
+        assert audit(directory / 'replay').ok
+      alive[run] = job.start(run, *flags[run], processes=several[run])
+    _, err = alive[trains].communicate(timeout=600)
     assert alive[trains].returncode == 0, err
     alive[explores].send_signal(signal.SIGTERM)
     _, err = alive[explores].communicate(timeout=60)
@@ -133,3 +137,17 @@ def test_each_of_the_two_runs_is_killed_three_times(tmp_path):
   lag = [row['staleness/mean'] for row in updated]
   assert max(row['staleness/max'] for row in updated) <= 2
   print('mean staleness', sum(lag) / len(lag))
+
+
+@pytest.mark.acceptance
+def test_a_trainer_of_two_processes_learns_from_a_run_with_a_real_vllm_server(tmp_path):
+  engine = (
+    '--config.rollout.engine=vllm',
+    f'--config.rollout.vllm.environment={serving.ENVIRONMENT}',
+    '--config.rollout.vllm.servers=1',
+  )
+  kills = [('trains', FIRST + 3), ('explores', FIRST + 6)]
+  explores, trains = trained_together(
+    tmp_path, steps=10, kills=kills, bound=2, engine=engine, processes=2
+  )
+  check_accounts(explores, trains, steps=10, bound=2)

@@ -1,13 +1,15 @@
 """A run with everything on that meets faults at random moments: two trainer processes, two fake
-vLLM servers, explorers, partial rollouts, scorers in workers and behind HTTP. It loses no sample,
-trains on none twice, and no wait of it expires.
+vLLM servers, explorers, partial rollouts, scorers in workers and behind HTTP. It
+loses no sample, trains on none twice, and no wait of it expires.
 """
 
 import contextlib
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import threading
 import time
 
@@ -80,7 +82,8 @@ class Soak:
   """The run, started again whenever a fault has ended it."""
 
   def __init__(self, folder, seed):
-    self.run, self.random, self.process = folder / 'run', random.Random(seed), None
+    self.random, self.process, self.disk_was_full = random.Random(seed), None, False
+    self.run = folder / 'disk' / 'run'
     self.service, self.troubles, self.servers = Service(self.answer), [], None
     self.folder, self.met = folder, []
 
@@ -109,9 +112,13 @@ class Soak:
     """Starts the run if a fault has ended it, and waits until it has come further than before."""
     if self.process is not None and self.process.poll() is not None:
       code, (out, err) = self.process.returncode, self.process.communicate()
-      assert code in (128 + signal.SIGKILL, 128 + signal.SIGTERM), (code, self.met, out + err)
+      if self.disk_was_full:
+        assert code == 1 and any(text in out + err for text in FULL), (code, self.met, out + err)
+      else:
+        assert code in (128 + signal.SIGKILL, 128 + signal.SIGTERM), (code, self.met, out + err)
       assert 'run stopped: wait ' not in out + err, (self.met, out + err)
       self.process = None
+    self.disk_was_full = False
     if self.process is None:
       done = len(job.rows(self.run))
       self.process = job.start(self.run, *self.flags(steps), processes=2)
@@ -125,6 +132,8 @@ class Soak:
     elif kind == 'preempt':
       self.process.send_signal(signal.SIGTERM)
       self.process.wait(timeout=120)
+    elif kind == 'full disk':
+      self.fill_disk()
     else:
       what, of = kind.split(' ', 1)
       victims = [*self.victims(of)]
@@ -140,6 +149,19 @@ class Soak:
           victim.resume()
       if kind == 'kill trainer':
         self.process.wait(timeout=120)
+
+  def fill_disk(self):
+    """Leaves no space on the run's disk until the run has ended."""
+    filler = self.run.parent / 'filler'
+    try:
+      with filler.open('wb', buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+          file.write(bytes(1 << 16))
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        self.process.wait(timeout=120)
+      self.disk_was_full = True
+    finally:
+      filler.unlink()
 
   def victims(self, of):
     if of == 'server':
@@ -172,20 +194,37 @@ TROUBLES = {
   'service hangs': [HANG],
   'service is slow': ['slow'] * 20,
 }
+FULL = ('No space left on device', 'disk is full')
 KINDS = (
   *(f'{what} {of}' for what in ('kill', 'stop') for of in ('explorer', 'worker', 'server')),
   *TROUBLES,
-  *('kill trainer', 'preempt'),
+  *('kill trainer', 'preempt', 'full disk'),
 )
+
+
+@pytest.fixture
+def has_own_disk(tmp_path):
+  """Whether `disk` is a file system of its own, which may be filled up. Only root can mount one."""
+  disk = tmp_path / 'disk'
+  disk.mkdir()
+  mounted = shutil.which('mount') and not subprocess.call(
+    ['mount', '-t', 'tmpfs', '-o', 'size=1g', 'tmpfs', str(disk)], stderr=subprocess.DEVNULL
+  )
+  yield bool(mounted)
+  if mounted:
+    subprocess.check_call(['umount', '-l', str(disk)])
 
 
 @pytest.mark.parametrize(
   'faults',
-  [pytest.param(12, id='12'), pytest.param(200, id='200', marks=pytest.mark.acceptance)],
+  [pytest.param(13, id='13'), pytest.param(200, id='200', marks=pytest.mark.acceptance)],
 )
-def test_a_run_with_everything_on_loses_nothing_to_faults(tmp_path, faults, record_property):
+def test_a_run_with_everything_on_loses_nothing_to_faults(
+  tmp_path, faults, has_own_disk, record_property
+):
   soak = Soak(tmp_path, seed=faults)
-  kinds = [KINDS[i % len(KINDS)] for i in range(faults)]
+  known = [kind for kind in KINDS if has_own_disk or kind != 'full disk']
+  kinds = [known[i % len(known)] for i in range(faults)]
   soak.random.shuffle(kinds)
   with soak.service.in_thread(), Servers(tmp_path) as soak.servers:
     for kind in kinds:
