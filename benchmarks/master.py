@@ -15,6 +15,7 @@ import asyncio
 import asyncio.events
 import collections
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -43,13 +44,22 @@ _TOKENS = flags.DEFINE_integer('tokens', 16_384, 'Tokens per sample.')
 _STEPS = flags.DEFINE_integer('steps', 2, 'Measured steps.')
 _SIZE = flags.DEFINE_integer('group_size', 8, 'Samples per group.')
 _SERVERS = flags.DEFINE_integer('servers', 2, 'Fake servers.')
+_STREAM = flags.DEFINE_integer(
+  'stream', 256, 'rollout.vllm.stream of trees that have it; 0 for whole answers.'
+)
 _ROUNDS = flags.DEFINE_integer('rounds', 1, 'Runs of each side.')
 _PROMPT = 512
+_PIECE = 256
+"""Tokens that a server samples at a time; an event of a stream has at least as many."""
 _HOSTS, _CORES = 64, 16
 _DONE = 'measured '
 
 PARTS = {
-  'parse answers': ('rollout.vllm.client:parse_json', 'rollout.vllm.answer:_parse'),
+  'parse answers': (
+    'rollout.vllm.client:parse_json',
+    'rollout.vllm.answer:_parse',
+    'rollout.vllm.answer:_parse_events',
+  ),
   'check answers': ('rollout.vllm.client:_completion', 'rollout.vllm.answer:_checked'),
   'decode text': ('rollout.workflow:completion_text',),
   'build samples': ('rollout.workflow:rollout_sample',),
@@ -132,7 +142,7 @@ async def serve(uds: str) -> None:
     lambda prompt, params, index: answer(params.max_tokens, params.seed % 8),
     fleets.tensors(fleets.GARBAGE),
     score=fleets.score,
-    piece=1 << 20,
+    piece=_PIECE,
   )
   length = _TOKENS.value + _PROMPT
   server = FakeServer(backend, max_model_len=length, vocab_size=fleets.VOCAB)
@@ -148,7 +158,10 @@ async def fleet_over(sockets: list[str], folder: pathlib.Path):
 
   serving.LENGTH = _TOKENS.value + _PROMPT
   addresses = [f'unix:{socket}' for socket in sockets]
-  async with serving.attached(fleets.MODEL, addresses, folder, latency_s=3600.0) as fleet:
+  config = {'latency_s': 3600.0}
+  if any(field.name == 'stream' for field in dataclasses.fields(serving.VllmConfig)):
+    config['stream'] = _STREAM.value or None
+  async with serving.attached(fleets.MODEL, addresses, folder, **config) as fleet:
     await fleet.load(fleets.weights(fleets.A))
     yield fleet
 
@@ -223,7 +236,8 @@ async def write(logs, batches, step: int) -> list:
   logprobs = {i: -np.ones(row.length, np.float32) for i, row in enumerate(rows)}
   updated, stage = Updated({}, logprobs, True), collections.namedtuple('Stage', 'name')('grpo')
   seconds = {'step': 1.0, 'gen': 1.0}
-  done = keeper.write_step(logs, stage, step + 1, batch, updated, seconds, 1.0)
+  spent = {} if 'spent' in inspect.signature(keeper.write_step).parameters else 1.0
+  done = keeper.write_step(logs, stage, step + 1, batch, updated, seconds, spent)
   if inspect.isawaitable(done):
     await done
   return [member.sample for member in batches.taken().values()]
@@ -289,7 +303,7 @@ def measured(tree: pathlib.Path) -> dict:
   """Measures a tree in a process of its own."""
   with tempfile.TemporaryDirectory() as directory:
     folder = pathlib.Path(directory)
-    names = ('samples', 'tokens', 'steps', 'group_size')
+    names = ('samples', 'tokens', 'steps', 'group_size', 'stream')
     options = [f'--{name}={flags.FLAGS[name].value}' for name in names]
     with servers(folder) as sockets:
       done = subprocess.run(

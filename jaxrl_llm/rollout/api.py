@@ -33,6 +33,10 @@ BUDGET = 'budget'
 """Value of `Segment.finish` if the segment ended because a partial rollout had used up its token
 budget. A later batch continues the completion in the next segment.
 """
+LOST = 'lost'
+"""Value of `Segment.finish` if the segment ended because its server was lost. A server of the same
+fleet continues the completion in the next segment.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -474,6 +474,19 @@ METRICS: dict[str, str] = {
     'Completions discarded since the previous step because their version was not proven. 0 in a '
     'healthy run.'
   ),
+  'run/engine_continued': (
+    'Answers that were continued since the previous step after the tokens that a lost server had '
+    'sent of them.'
+  ),
+  'run/engine_kept_tokens': (
+    'Tokens of answers of lost servers that were kept since the previous step, so that they need '
+    'not be sampled again.'
+  ),
+  'run/engine_lost_tokens': (
+    'Tokens that had arrived from servers that were then lost, since the previous step, but were '
+    'not kept, because it was not known for certain which weights sampled them. Tokens that had '
+    'not arrived are unknown, at most rollout.vllm.stream for each answer.'
+  ),
   'run/engines_serving': 'Servers that serve the version of the step.',
   'run/engines': (
     'Servers of the registry that the engine has, serving or not; absent without '

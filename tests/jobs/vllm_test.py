@@ -23,12 +23,19 @@ from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.vllm.answer import read_stream
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import DELTA, FILE, digest
+from jaxrl_llm.rollout.vllm.stream import Arrivals
 
 pytestmark = pytest.mark.full
 cabled = pytest.fixture(namespaces.cabled)
 A, B, C = Version(0, 0), Version(0, 1), Version(0, 2)
+EVENT = (
+  *('request_id', 'usage', 'output_mode', 'choices', 'index', 'finish_reason', 'stop_reason'),
+  *('token_ids', 'routed_experts', 'sampling_mask', 'weight_versions', 'logprobs'),
+)
+"""Names in an event of a stream, and in its choice."""
 SPECULATION = {
   'method': 'ngram',
   'num_speculative_tokens': 4,
@@ -534,6 +541,43 @@ def test_a_fleet_of_real_servers_keeps_the_contract(pair, tmp_path):
     async with serving.attached(TIED, pair, tmp_path) as fleet:
       await engine_contract.hold(fleet, TIED, atol=1e-5)
       await engine_contract.hold_closed(fleet)
+
+  asyncio.run(main())
+
+
+def test_a_streamed_answer_equals_a_whole_one(pair, tmp_path):
+  async def main():
+    async with serving.attached(TIED, pair[:1], tmp_path) as fleet:
+      await fleet.load(weights(TIED, 1, A))
+      client = fleet.replicas[0].client
+      for temperature in (0.0, 1.0):
+        asked = request(6, max_tokens=80, sampling=Sampling(temperature=temperature))
+        arrivals = Arrivals(16, lambda: True)
+        whole = await client.generate(asked, 0, seed=3, deadline_s=120)
+        streamed = await client.stream(asked, 0, seed=3, deadline_s=120, arrivals=arrivals)
+        assert streamed.tokens.tolist() == whole.tokens.tolist() and len(whole.tokens) == 80
+        np.testing.assert_allclose(streamed.logprobs, whole.logprobs, atol=1e-5)
+        assert (streamed.finish, streamed.segments) == (whole.finish, whole.segments)
+        *events, done, rest = arrivals.whole().split(b'\n\n')
+        assert (done, rest) == (b'data: [DONE]', b'') and arrivals.known == arrivals.size
+        events = [json.loads(event.removeprefix(b'data: ')) for event in events]
+        choices = [event['choices'][0] for event in events]
+        assert [len(choice['token_ids']) for choice in choices] == [1, 16, 16, 16, 16, 15]
+        assert [choice['finish_reason'] for choice in choices] == [*[None] * 5, 'length']
+        assert all(choice['weight_versions'] is None for choice in choices[:-1])
+        # As the fake server has it, upon which the tests of what a lost server costs rest.
+        assert {(*event, *event['choices'][0]) for event in events} == {EVENT}
+        begun = read_stream(
+          arrivals.whole()[: arrivals.size // 2],
+          asked,
+          known=arrivals.size // 2,
+          name='generate-tokens-r6/0',
+          engine='vllm-0',
+          labels=client._labels,
+        )
+        assert 0 < len(begun.tokens) < 80
+        assert begun.tokens.tolist() == whole.tokens[: len(begun.tokens)].tolist()
+      assert client._recognised > 0, 'the label of a real server is one of this run'
 
   asyncio.run(main())
 

@@ -160,6 +160,7 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
       events=events,
       take_tokens=services.rollouts.hub.take_tokens,
       partials=services.rollouts.hub.partials,
+      may_repeat=services.rollouts.crew is not None,
     )
 
   forget_later_rows(setup, step)

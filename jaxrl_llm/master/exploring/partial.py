@@ -97,6 +97,8 @@ class PartialConfig:
     return {'current_only': newest, 'last_k': newest + 1 - (self.last_k or 1), 'all': 0}[self.loss]
 
 
+_UNLIMITED = PartialConfig(budget=1, max_spans=1)
+"""Settings without budgets: the only span of a sample runs to its end."""
 _IDLE_S = 60.0
 """Seconds without any request or answer after which the workflow of a group is stopped, if a sample
 that has used up its budget is waiting for an answer and the engine is working on no request of the
@@ -135,8 +137,8 @@ class _Call(NamedTuple):
 
 
 class PartialGenerator:
-  """Generator that budgets the requests of the groups that `collect` runs, and passes other
-  requests on to the engine.
+  """Generator that answers the requests of the groups that `collect` and `keep` run, and passes
+  other requests on to the engine.
   """
 
   def __init__(self, sample: SampleFunction):
@@ -176,6 +178,23 @@ class PartialGenerator:
     group = self._groups[name] = PartialGroup(self._sample, config, name, spans)
     try:
       return await group.collect(rollouts)
+    finally:
+      del self._groups[name]
+      await group.close()
+
+  async def keep(
+    self, name: str, samples: int, rollouts: AsyncIterator[Rollout]
+  ) -> AsyncIterator[Rollout]:
+    """Runs a group without budgets, and yields its trajectories as they arrive. If the group's
+    workflow runs again from its beginning, because its explorer was lost, its requests get the
+    completions that the engine has generated for them or is generating. For the arguments, see
+    `collect`.
+    """
+    group = self._groups[name] = PartialGroup(self._sample, _UNLIMITED, name, [()] * samples)
+    try:
+      async with contextlib.aclosing(rollouts):
+        async for rollout in rollouts:
+          yield rollout
     finally:
       del self._groups[name]
       await group.close()

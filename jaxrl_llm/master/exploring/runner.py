@@ -83,15 +83,19 @@ class GroupRunner:
     events: Events = SILENT,
     take_tokens: Callable[[str], int] | None = None,
     partials: PartialGenerator | None = None,
+    may_repeat: bool = False,
   ):
     """
     Args:
-      partials: generator of the workflow's completions. Required with partial rollouts.
+      partials: generator of the workflow's completions. Required with partial rollouts, and with
+        `may_repeat`.
+      may_repeat: whether the workflow of a group may be run again from its beginning, because the
+        explorer that runs it is lost.
       take_tokens: takes the name of a group, and returns the number of tokens that were generated
         for the group since the last call. If None, tokens that no sample contains are not counted.
     """
     self.workflow, self.scorers = workflow, scorers
-    self.take_tokens, self._partials = take_tokens, partials
+    self.take_tokens, self._partials, self._may_repeat = take_tokens, partials, may_repeat
     self._config, self._events = config, events
     self.clock_decisions = 0
     self._durations: collections.deque[float] = collections.deque(
@@ -159,6 +163,8 @@ class GroupRunner:
       sampling=order.sampling,
       max_steps=config.max_steps,
     )
+    if config.partial is None and self._may_repeat:
+      return self._partials.keep(order.name, config.group_size, rollouts)
     if config.partial is None:
       return rollouts
     whole = await self._partials.collect(order.name, config.partial, order.spans, rollouts)

@@ -2,10 +2,10 @@
 
 Responses are large, about 160 bytes per token. pyarrow parses only the required fields, directly
 into arrays. Meanwhile it releases Python's global interpreter lock, so long responses are parsed in
-threads.
+threads. The events of a streamed response are joined and parsed at once, for the same reason.
 
-Invariant: a returned completion matches its request. Any other response raises `Malformed` or
-`UserError`.
+Invariant: a returned completion, or beginning of a completion, matches its request. Any other
+response raises `Malformed` or `UserError`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.json
 from jaxtyping import Float32, Int32
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import check_object
-from jaxrl_llm.core.net.client import Malformed
+from jaxrl_llm.core.net.client import Malformed, parse_json
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import CUT, Completion, Request
@@ -41,6 +42,14 @@ _CHOICE = pa.struct(
   ]
 )
 _ANSWER = pa.schema([('choices', pa.list_(_CHOICE))])
+_EVENT = pa.struct([('request_id', pa.string()), ('choices', pa.list_(_CHOICE))])
+_EVENTS = pa.schema([('events', pa.list_(_EVENT))])
+_DATA, _END = b'data: ', b'\n\n'
+"""Start and end of an event of a streamed response."""
+_DONE = b'[DONE]'
+"""Content of the last event."""
+_ABORT = 'abort'
+"""Value of `finish_reason` if somebody, or the end of the server, has aborted the request."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,6 +61,18 @@ class _Choice:
   finish_reason: str | None
   spans: list[dict[str, Any]]
   """`version`, `start` and `end` of each range of tokens that one version sampled."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Begun:
+  """Beginning of a completion, from a streamed response that broke off."""
+
+  tokens: Int32[np.ndarray, 'time']
+  logprobs: Float32[np.ndarray, 'time']
+  reason: str
+  """Reason that the server gave for the end of the stream; empty if it gave none."""
+  lost: int
+  """Number of tokens that arrived after `tokens`, under unknown weights."""
 
 
 def read_completion(
@@ -89,22 +110,116 @@ def read_completion(
     ) from None
 
 
+def read_stream(
+  data: bytes,
+  request: Request,
+  *,
+  known: int,
+  name: str,
+  engine: str,
+  labels: Mapping[str, Version],
+  adapter: str | None = None,
+) -> Completion | Begun:
+  """Returns the completion in a streamed response to a request for one sample, or the beginning of
+  the completion if the response breaks off.
+
+  Args:
+    data: the part of the body that has arrived.
+    known: number of bytes of `data` that arrived while the weights that sampled them were known.
+      `Begun` contains only their tokens.
+    name: id of the request in each event.
+
+  The other arguments and the errors are those of `read_completion`.
+  """
+  try:
+    choice, reason, counts = _parse_events(data, name)
+    if choice.finish_reason in (None, _ABORT):
+      kept = int(sum(counts[: data[:known].count(_END)]))
+      return _begun(choice, request, kept, reason or choice.finish_reason or '')
+    if adapter is not None:
+      span = {'version': adapter, 'start': 0, 'end': len(choice.tokens)}
+      choice = dataclasses.replace(choice, spans=[span])
+    return _checked(choice, request, engine, labels)
+  except (KeyError, TypeError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError.
+    reason = ' '.join(str(error).split())[:300]
+    raise Malformed(
+      f'{engine}: answer to {request.uid}: {type(error).__name__}: {reason}'
+    ) from None
+
+
+def _parse_events(data: bytes, name: str) -> tuple[_Choice, str, list[int]]:
+  """Reads the complete events of a stream. Raises ValueError if they do not have vLLM's format.
+
+  Returns:
+    What the events contain of the completion (`finish_reason` is None if its end is missing), the
+    error message of the server or '', and the number of tokens in each event.
+  """
+  *events, _ = data.split(_END)  # The last part is an incomplete event, or empty.
+  if not all(event.startswith(_DATA) and b'\n' not in event for event in events):
+    raise ValueError('a line that is not the data of an event')
+  events = [event[len(_DATA) :] for event in events]
+  if events and events[-1] == _DONE:
+    del events[-1]
+  reason = ''
+  if events and events[-1].startswith(b'{"error"'):
+    reason = str(parse_json(events.pop(), name))[:300]
+  if not events:
+    empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return _Choice(tokens=empty[0], logprobs=empty[1], finish_reason=None, spans=[]), reason, []
+  table = _read_json(b'{"events":[' + b','.join(events) + b']}', _EVENTS)
+  (rows,) = table['events'].combine_chunks()
+  if len(rows) != len(events):
+    raise ValueError(f'{len(rows)} values in {len(events)} events')
+  if not pyarrow.compute.all(pyarrow.compute.equal(rows.values.field('request_id'), name)).as_py():
+    raise ValueError(f'events of another request than {name}')
+  choices = rows.values.field('choices')
+  if choices.null_count or not (np.diff(choices.offsets) == 1).all():
+    raise ValueError('an event without exactly one choice')
+  choices = choices.flatten()
+  *earlier, finish_reason = choices.field('finish_reason').to_pylist()
+  if any(finish is not None for finish in earlier):
+    raise ValueError('more events after the end of the completion')
+  spans = choices.field('weight_versions')[-1].as_py()
+  if finish_reason not in (None, _ABORT) and spans is None:
+    raise ValueError('it has no weight_versions')
+  ids, drawn = choices.field('token_ids'), choices.field('logprobs').field('content')
+  if ids.null_count or drawn.null_count:
+    raise ValueError('an event has no token_ids or logprobs')
+  counts = np.diff(ids.offsets)
+  if not np.array_equal(counts, np.diff(drawn.offsets)):
+    raise ValueError('the logprobs of an event do not match its tokens')
+  tokens, logprobs = _drawn(ids.flatten(), drawn.flatten())
+  choice = _Choice(tokens=tokens, logprobs=logprobs, finish_reason=finish_reason, spans=spans or [])
+  return choice, reason, counts.tolist()
+
+
+def _begun(choice: _Choice, request: Request, kept: int, reason: str) -> Begun:
+  """Returns the first `kept` tokens of a completion that broke off. Raises ValueError if they do
+  not match the request, or if the completion should have ended before.
+  """
+  tokens = choice.tokens
+  _check_probabilities(choice.logprobs)
+  if len(tokens) > request.max_tokens:
+    raise ValueError(f'went on after {request.max_tokens} tokens')
+  if len(tokens) == request.max_tokens or np.isin(tokens, request.stop_ids).any():
+    raise ValueError(f'broke off after the last of its {len(tokens)} tokens')
+  if (end := request.repetition_end(tokens)) is not None:
+    if not request.begun:
+      raise ValueError(f'went on after a repetition, to {len(tokens)} tokens')
+    kept = min(kept, end)  # As in `_checked`, the server cannot detect this repetition.
+  return Begun(
+    tokens=tokens[:kept],
+    logprobs=choice.logprobs[:kept],
+    reason=reason,
+    lost=len(tokens) - kept,
+  )
+
+
 def _parse(data: bytes) -> _Choice:
   """Reads the completion from a response. Raises ValueError if the response does not have vLLM's
   format, or does not contain exactly one completion.
   """
-  if b'\n' in data:  # pyarrow would treat each line as a separate value.
-    data = data.replace(b'\n', b' ')
-  check_object(data)  # pyarrow crashes on deep nesting and on some invalid values.
-  table = pyarrow.json.read_json(
-    pa.BufferReader(data),
-    read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
-    parse_options=pyarrow.json.ParseOptions(
-      explicit_schema=_ANSWER, unexpected_field_behavior='ignore'
-    ),
-  )
-  if len(table) != 1:
-    raise ValueError(f'{len(table)} JSON values, wanted one')
+  table = _read_json(data, _ANSWER)
   (choices,) = table['choices'].combine_chunks()
   if len(choices.values) != 1:
     raise ValueError(f'{len(choices.values)} choices, wanted one')
@@ -112,20 +227,50 @@ def _parse(data: bytes) -> _Choice:
   for name in ('token_ids', 'logprobs', 'weight_versions'):
     if not choice[name].is_valid:
       raise ValueError(f'it has no {name}')
-  tokens = _array(choice['token_ids'].values, 'token_ids')
   drawn = choice['logprobs']['content'].values
   if drawn is None:
     raise ValueError('its logprobs have no content')
+  tokens, logprobs = _drawn(choice['token_ids'].values, drawn)
+  return _Choice(
+    tokens=tokens,
+    logprobs=logprobs,
+    finish_reason=choice['finish_reason'].as_py(),
+    spans=choice['weight_versions'].as_py(),
+  )
+
+
+def _read_json(data: bytes, schema: pa.Schema) -> pa.Table:
+  """Reads one JSON object as a table of one row. Raises ValueError for anything else."""
+  if b'\n' in data:  # pyarrow would treat each line as a separate value.
+    data = data.replace(b'\n', b' ')
+  check_object(data)  # pyarrow crashes on deep nesting and on some invalid values.
+  table = pyarrow.json.read_json(
+    pa.BufferReader(data),
+    read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
+    parse_options=pyarrow.json.ParseOptions(
+      explicit_schema=schema, unexpected_field_behavior='ignore'
+    ),
+  )
+  if len(table) != 1:
+    raise ValueError(f'{len(table)} JSON values, wanted one')
+  return table
+
+
+def _drawn(
+  ids: pa.Array, drawn: pa.StructArray
+) -> tuple[Int32[np.ndarray, 'time'], Float32[np.ndarray, 'time']]:
+  """Returns the tokens and their logprobs.
+
+  Args:
+    ids: token ids.
+    drawn: token id and logprob of each token.
+  """
+  tokens = _array(ids, 'token_ids')
   if not np.array_equal(_array(drawn.field('token_id'), 'logprobs'), tokens):
     raise ValueError(f'{len(drawn)} logprobs do not match its {len(tokens)} tokens')
   if (tokens < 0).any():
     raise ValueError(f'token {tokens.min()}, wanted at least 0')
-  return _Choice(
-    tokens=tokens,
-    logprobs=_array(drawn.field('logprob'), 'logprobs').astype(np.float32),
-    finish_reason=choice['finish_reason'].as_py(),
-    spans=choice['weight_versions'].as_py(),
-  )
+  return tokens, _array(drawn.field('logprob'), 'logprobs').astype(np.float32)
 
 
 def _array(values: pa.Array, name: str) -> np.ndarray:
@@ -140,8 +285,7 @@ def _checked(
 ) -> Completion:
   """Builds a completion from a choice. Raises ValueError if it does not match the request."""
   tokens, logprobs = choice.tokens, choice.logprobs
-  if not np.isfinite(logprobs).all() or (logprobs < _UNDRAWABLE).any():
-    raise ValueError('a token of probability 0 was drawn: the sampler and its logprobs disagree')
+  _check_probabilities(logprobs)
   reason = choice.finish_reason
   if reason not in _FINISHES:
     raise ValueError(f'ended with {reason!r} after {len(tokens)} tokens')
@@ -178,6 +322,11 @@ def _checked(
     if span['end'] > span['start']
   )
   return Completion(tokens=tokens, logprobs=logprobs, finish=finish, segments=segments)
+
+
+def _check_probabilities(logprobs: Float32[np.ndarray, 'time']) -> None:
+  if not np.isfinite(logprobs).all() or (logprobs < _UNDRAWABLE).any():
+    raise ValueError('a token of probability 0 was drawn: the sampler and its logprobs disagree')
 
 
 def _check_repetition(

@@ -16,6 +16,7 @@ from jaxtyping import Float32, Int32
 
 from jaxrl_llm.rollout.api import Completion, Request
 from jaxrl_llm.rollout.vllm.publication import Publication
+from jaxrl_llm.rollout.vllm.stream import Arrivals
 
 
 @runtime_checkable
@@ -109,6 +110,23 @@ class EngineServer(Protocol):
 
   async def close(self) -> None:
     """Closes the client; the server keeps running."""
+    ...
+
+
+@runtime_checkable
+class StreamingServer(EngineServer, Protocol):
+  """Client of a server that can send a completion while it is sampling it."""
+
+  async def stream(
+    self, request: Request, index: int, *, seed: int, deadline_s: float, arrivals: Arrivals
+  ) -> Completion:
+    """Samples completion `index` of a request, like `generate`, and receives it in parts, which are
+    added to `arrivals`.
+
+    Raises:
+      Broken: the completion broke off. Contains the tokens that had arrived while `arrivals` knew
+        the weights; none if the server may be a new process, with other weights.
+    """
     ...
 
 

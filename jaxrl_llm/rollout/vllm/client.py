@@ -8,11 +8,13 @@ the call, or `UserError` if no server can serve the request.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,18 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Client, Lost, Malformed, Refused, RemoteError, parse_json
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Request
-from jaxrl_llm.rollout.vllm.answer import read_completion
+from jaxrl_llm.rollout.vllm.answer import Begun, read_completion, read_stream
 from jaxrl_llm.rollout.vllm.publication import Publication
+from jaxrl_llm.rollout.vllm.stream import Arrivals, Broken
 
 MODEL = 'policy'
 """Name under which servers serve the policy (`--served-model-name`)."""
 _GENERATE = '/inference/v1/generate'
+_NAME = 'generate-tokens-'
+"""Prefix that the server adds to the ids of requests."""
+_WEIGHT_INFO = '/weight_info'
+_LABEL_S = 10.0
+"""Time limit in seconds of a request for the server's label."""
 _CLOSE = {'Connection': 'close'}
 """Header of all requests except those for samples. vLLM closes a connection without notice after an
 exception, and a later call on that connection would fail.
@@ -38,6 +46,8 @@ _MAX_ANSWER_BYTES = 1 << 28
 """Maximum size of a response in bytes. The longest responses are lists of all tensors."""
 _DRAFTED_TOKENS = 'vllm:spec_decode_num_draft_tokens_total'
 """Name of the server's counter of drafted tokens."""
+_LOOK_S = 1.0
+"""Minimum seconds between two looks at the label of a server that streams answers."""
 _KEPT_ADAPTERS = 2
 """Number of adapters kept on the server: the newest, and the previous one for completions in
 flight.
@@ -79,6 +89,12 @@ class VllmClient:
     self._labels: dict[str, Version] = {}
     """Versions published through this client, keyed by label. Completions with other labels are
     rejected.
+    """
+    self._look: asyncio.Task | None = None
+    self._looked = self._recognised = -math.inf
+    """`_look` asks for the server's label. `_looked` is the time at which it was last started, and
+    `_recognised` the start of the last one that returned a label of this run. All belong to the
+    event loop for responses.
     """
     self._cache_salt: str | None = None
     """Cache salt that new requests send; requests share cached keys and values only if their salts
@@ -172,16 +188,45 @@ class VllmClient:
       Lost: the server does not answer, or its answer does not match the request.
       UserError: the server rejects the request, or does not apply the request's repetition rule.
     """
-    adapter = self.adapter
-    body = {
+    body = self._body(request, index, seed)
+    return await self._sampled(self._complete(body, request, self.adapter, deadline_s), request)
+
+  async def stream(
+    self, request: Request, index: int, *, seed: int, deadline_s: float, arrivals: Arrivals
+  ) -> Completion:
+    """Generates one completion of a request, like `generate`, and receives it in parts, which are
+    added to `arrivals`.
+
+    Raises:
+      Broken: the completion broke off. Contains the tokens that had arrived while `arrivals` knew
+        the weights; none if the server may be a new process, with other weights.
+      Malformed: the response is not one to the request; nothing of it is kept.
+    """
+    body = self._body(request, index, seed)
+    body['stream'] = True
+    body['sampling_params']['stream_interval'] = arrivals.interval
+    receiving = self._receive(body, request, self.adapter, arrivals, deadline_s)
+    return await self._sampled(receiving, request)
+
+  def _body(self, request: Request, index: int, seed: int) -> dict[str, Any]:
+    """Returns the body of the request for one sample. For the arguments, see `generate`."""
+    return {
       'request_id': f'{request.uid}/{index}',
       'token_ids': list(request.prompt),
-      **_model(adapter),
+      **_model(self.adapter),
       **self._salt(),
+      'sampling_params': _sampling_params(request, sampler_seed(seed, request, index)),
     }
-    body['sampling_params'] = _sampling_params(request, sampler_seed(seed, request, index))
+
+  async def _sampled(self, work: Coroutine[Any, Any, Completion], request: Request) -> Completion:
+    """Runs a coroutine in the event loop for responses.
+
+    Args:
+      work: sends the request for a sample and parses the response.
+    """
+    adapter = self.adapter
     try:
-      return await background.responses().run(self._complete(body, request, adapter, deadline_s))
+      return await background.responses().run(work)
     except Refused as error:
       # The server does not know the adapter, because it was restarted.
       if adapter is not None and error.status == 404:
@@ -208,6 +253,74 @@ class VllmClient:
       labels=self._labels,
       adapter=None if adapter is None else adapter.label,
     )
+
+  async def _receive(
+    self,
+    body: Any,
+    request: Request,
+    adapter: Publication | None,
+    arrivals: Arrivals,
+    deadline_s: float,
+  ) -> Completion:
+    """Sends a request for a sample, receives the response in parts, and parses it. Called in the
+    event loop for responses.
+    """
+    label, begun, lost = f'{self.name}: {_GENERATE}', math.inf, None
+    try:
+      async with self._samples.request(
+        'POST', _GENERATE, body, label=label, deadline_s=deadline_s
+      ) as response:
+        begun = asyncio.get_running_loop().time()
+        async for part in response.chunks():
+          arrivals.add(part)
+          if arrivals.size > _MAX_ANSWER_BYTES:
+            raise Malformed(f'{label}: answered more than {_MAX_ANSWER_BYTES} bytes')
+          self._recognise(begun)
+    except Malformed:
+      raise
+    except Lost as error:
+      lost = error
+    answer = await background.by_length(
+      request.max_tokens,
+      read_stream,
+      arrivals.whole(),
+      request,
+      known=arrivals.known if self._recognised >= begun else 0,
+      name=f'{_NAME}{body["request_id"]}',
+      engine=self.name,
+      labels=self._labels,
+      adapter=None if adapter is None else adapter.label,
+    )
+    if isinstance(answer, Begun):
+      count = len(answer.tokens) + answer.lost
+      why = lost or f'{label}: broke off: {answer.reason or "the server gave no reason"}'
+      raise Broken(f'{why} (after {count} tokens)', answer)
+    return answer
+
+  def _recognise(self, begun: float) -> None:
+    """Asks the server for its label, unless it has been recognised since an answer began at
+    `begun`. A process that was started from outside the run has no label of this
+    run, and other weights.
+    """
+    now = asyncio.get_running_loop().time()
+    if self._recognised >= begun or self._look is not None or now < self._looked + _LOOK_S:
+      return
+    self._looked = now
+    self._look = asyncio.create_task(self._look_at_label(now))
+
+  async def _look_at_label(self, begun: float) -> None:
+    label = f'{self.name}: {_WEIGHT_INFO}'
+    try:
+      async with self._samples.request(
+        'GET', _WEIGHT_INFO, label=label, deadline_s=_LABEL_S, headers=_CLOSE
+      ) as response:
+        answer = parse_json(await response.read(), label)
+      if isinstance(answer, dict) and answer.get('weight_version') in self._labels:
+        self._recognised = begun
+    except RemoteError:
+      pass  # The next part of an answer starts another look.
+    finally:
+      self._look = None
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
     """Makes the server compile its programs: sends a greedy request and, if `sampled`, a seeded
@@ -394,7 +507,8 @@ class VllmClient:
     """Returns the label that the server gives to newly sampled tokens, or 'default' if no label was
     set.
     """
-    return str((await self.call('GET', '/weight_info', deadline_s=10.0)).get('weight_version'))
+    answer = await self.call('GET', _WEIGHT_INFO, deadline_s=_LABEL_S)
+    return str(answer.get('weight_version'))
 
   async def reset_cache(self) -> None:
     """Clears the KV cache. Running requests recompute their keys and values with the loaded

@@ -1,7 +1,8 @@
 """One engine over several servers: dispatch, weight publication and recovery from server failures.
 
 Invariant: each completion is returned once, and its tokens were sampled under versions that the
-server was proven to have loaded. Requests in flight on a lost server are retried.
+server was proven to have loaded. Requests in flight on a lost server are retried. If their answers
+are streamed, the retries continue after the tokens that have arrived (see `stream`).
 
 With discovery, servers that register themselves join and leave while the fleet runs. A server that
 joins must load the current version and pass the probe before it gets any request. A server that
@@ -28,12 +29,14 @@ from jaxrl_llm.core.process_clock import TOKENS, seconds_metrics
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.api import Completion, Probe, Request, Weights
+from jaxrl_llm.rollout.vllm.answer import Begun
 from jaxrl_llm.rollout.vllm.discovery import Discovery
 from jaxrl_llm.rollout.vllm.dispatch import Dispatcher
 from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Requirements, Unproven, slice_of
 from jaxrl_llm.rollout.vllm.selftest import sampling_fault
 from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.stream import Answer, Broken
 from jaxrl_llm.weights.tables import entries
 from jaxrl_llm.weights.tensor_files import Slice
 
@@ -101,7 +104,9 @@ class Fleet:
     """Totals since the start: completions that were accepted, their tokens, retries, restarts,
     publications, and void completions, which were discarded because their version was not proven.
     Also the tokens of void completions, of delivered ones, and of unwanted ones, whose caller had
-    gone away. With discovery, also the numbers of servers that joined and left.
+    gone away. With discovery, also the numbers of servers that joined and left. Of answers that
+    broke off: how many were continued, the tokens that were kept, and the lost ones, which had
+    arrived but could not be kept.
     """
     self.replicas = tuple(replicas)
     """Servers of the fleet. With discovery, servers are added and removed while the fleet runs."""
@@ -812,29 +817,31 @@ class Fleet:
       results.put_nowait(error)
 
   async def _complete(self, request: Request, index: int) -> Completion:
-    """Generates one completion, with up to `max_retries` retries.
-
-    Retries after a server has left the fleet do not count.
+    """Generates one completion, with up to `max_retries` retries, each of which continues after the
+    tokens that have arrived. Retries after a server has left the fleet do not count.
     """
-    deadline_s = self._config.latency_s + request.max_tokens / self._config.min_tokens_per_s
+    answer = Answer(request)
     error: Exception | None = None
     failures = 0
     while failures <= self._config.max_retries:
       self.counts['retries'] += error is not None
       self._check_alive()
+      missing = answer.missing
+      deadline_s = self._config.latency_s + missing.max_tokens / self._config.min_tokens_per_s
       # Wait 'place': bounded by the deadlines of earlier requests and by `_watch`.
       replica, life = await self._dispatcher.acquire(samples=request.sampling.temperature > 0)
+      version = replica.sampled_with
       try:
-        completion = await replica.generate(request, index, seed=self._seed, deadline_s=deadline_s)
+        completion = await replica.generate(
+          missing, index, seed=self._seed, deadline_s=deadline_s, stream=self._config.stream
+        )
         # Wait 'settled': bounded by the deadlines of the calls that publish a version.
         await replica.settled.wait()
         if replica.life == life and all(
           segment.version in replica.proven for segment in completion.segments
         ):
           replica.failures = 0
-          self.counts['completions'] += 1
-          self.counts['tokens'] += len(completion.tokens)
-          return self._named(completion)
+          return self._accept(answer.complete(completion))
         self.counts['void'] += 1
         self.counts['void_tokens'] += len(completion.tokens)
         error = Lost(
@@ -844,6 +851,8 @@ class Fleet:
         error = lost
         if replica.state == ReplicaState.SERVING and replica.life == life:
           self._repair(replica, str(lost))
+        if isinstance(lost, Broken) and self._keep(answer, lost.begun, version, replica.name):
+          return self._accept(answer.whole)
       finally:
         self._dispatcher.release(replica)
       failures += replica in self.replicas
@@ -851,6 +860,28 @@ class Fleet:
       f'request {request.uid}, sample {index}: lost {self._config.max_retries + 1} times; the '
       f'last error: {error}'
     )
+
+  def _keep(self, answer: Answer, begun: Begun, version: Version | None, engine: str) -> bool:
+    """Appends the tokens of a streamed answer that broke off. Returns whether nothing is missing.
+
+    Args:
+      version: version that sampled them.
+      engine: name of the server.
+    """
+    count = len(begun.tokens)
+    # A token outside the vocabulary in a prompt would end the engine of another server.
+    is_kept = count > 0 and int(begun.tokens.max()) < self._spec.vocab_size
+    self.counts['lost_tokens'] += begun.lost + (0 if is_kept else count)
+    if is_kept:
+      self.counts['continued'] += 1
+      self.counts['kept_tokens'] += count
+      answer.add(begun, version, engine)
+    return answer.whole is not None
+
+  def _accept(self, completion: Completion) -> Completion:
+    self.counts['completions'] += 1
+    self.counts['tokens'] += len(completion.tokens)
+    return self._named(completion)
 
   def _named(self, completion: Completion) -> Completion:
     """Returns the completion with each relabelled version replaced by its new version."""
@@ -874,11 +905,15 @@ class Fleet:
     """
     counts = {
       f'run/engine_{name}': float(self.counts[name] - self._taken[name])
-      for name in ('retries', 'restarts', 'void', *(('joined', 'left') if self._discovery else ()))
+      for name in (
+        *('retries', 'restarts', 'void', 'continued', 'kept_tokens', 'lost_tokens'),
+        *(('joined', 'left') if self._discovery else ()),
+      )
     }
     new = self.counts - self._taken
-    counts[f'{TOKENS}generated'] = float(new['tokens'] + new['void_tokens'])
-    counts[f'{TOKENS}discarded'] = float(new['void_tokens'] + new['unwanted_tokens'])
+    wasted = new['void_tokens'] + new['lost_tokens']
+    counts[f'{TOKENS}generated'] = float(new['tokens'] + wasted)
+    counts[f'{TOKENS}discarded'] = float(wasted + new['unwanted_tokens'])
     counts[f'{TOKENS}open'] = float(
       self.counts['tokens'] - self.counts['delivered_tokens'] - self.counts['unwanted_tokens']
     )

@@ -22,9 +22,15 @@ from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.core.process_clock import ProcessClock
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Probe, Request
-from jaxrl_llm.rollout.vllm.api import EngineServer, ServerProcess, SleepingServer
+from jaxrl_llm.rollout.vllm.api import (
+  EngineServer,
+  ServerProcess,
+  SleepingServer,
+  StreamingServer,
+)
 from jaxrl_llm.rollout.vllm.publication import Publication, digest, part, read_published
 from jaxrl_llm.rollout.vllm.server import SPECULATION, lora_rank
+from jaxrl_llm.rollout.vllm.stream import Arrivals
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer, Transfer
 from jaxrl_llm.weights.tensor_files import Slice
 
@@ -83,7 +89,7 @@ class Replica:
       keeps_cache: whether running requests keep their keys and values across updates. The client
         must then be a `CacheKeepingServer`.
     """
-    self._keeps_cache = keeps_cache
+    self._keeps_cache, self._streams = keeps_cache, isinstance(client, StreamingServer)
     self.name, self.client, self.server = name, client, server
     self.transfer: Transfer = transfer or FileTransfer()
     self._state = ReplicaState.DOWN
@@ -103,6 +109,8 @@ class Replica:
     """Number of times that the server's weights became unknown. If it changes while a completion is
     in flight, the completion is discarded.
     """
+    self._updates = 0
+    """Number of updates that have begun, plus `life`."""
     self.assigned = 0
     """Number of requests assigned to the server since the last publication."""
     self.failures = 0
@@ -153,6 +161,13 @@ class Replica:
     self._measure()
 
   @property
+  def sampled_with(self) -> Version | None:
+    """Version that certainly samples the tokens of a request that is sent now, until the next
+    update begins. None during an update, and if the server's weights are unknown.
+    """
+    return self.version if self.settled.is_set() else None
+
+  @property
   def activity(self) -> str | None:
     """Current activity of the server: 'generate', 'idle' (it serves but has no request), 'publish',
     'down' (it is starting or being repaired) or 'released' (its memory is freed). None once the
@@ -173,15 +188,29 @@ class Replica:
     self.clock.exist(self._state != ReplicaState.GONE)
 
   async def generate(
-    self, request: Request, index: int, *, seed: int, deadline_s: float
+    self, request: Request, index: int, *, seed: int, deadline_s: float, stream: int | None = None
   ) -> Completion:
-    """Calls `EngineServer.generate` and counts the running requests, because an adapter update on
-    CPUs waits until no request is running.
+    """Calls `EngineServer.generate`, or `StreamingServer.stream` for an answer that may be longer
+    than `stream` tokens. Counts the running requests, because an adapter update on CPUs waits until
+    no request is running.
+
+    Args:
+      stream: see `VllmConfig.stream`.
+
+    Raises:
+      Broken: a streamed answer broke off. Its beginning was sampled by the version that
+        `sampled_with` names when this method is called.
     """
     self._sampling += 1
     self._drained.clear()
     try:
-      return await self.client.generate(request, index, seed=seed, deadline_s=deadline_s)
+      if stream is None or request.max_tokens <= stream or not self._streams:
+        return await self.client.generate(request, index, seed=seed, deadline_s=deadline_s)
+      updates = self._updates if self.sampled_with is not None else None
+      arrivals = Arrivals(stream, lambda: self._updates == updates)
+      return await self.client.stream(
+        request, index, seed=seed, deadline_s=deadline_s, arrivals=arrivals
+      )
     finally:
       self._sampling -= 1
       if not self._sampling:
@@ -192,6 +221,7 @@ class Replica:
     restarts.
     """
     self.life += 1
+    self._updates += 1
     self.version = self.holds = self.client.adapter = None
     # A server that failed the self-test is not tested again, because the test may crash it.
     self.is_tested = self.sampling_fault is not None
@@ -254,6 +284,7 @@ class Replica:
       Unproven, Lost: the server's weights are wrong (Unproven) or unknown (Lost).
     """
     self.settled.clear()
+    self._updates += 1
     try:
       before = time.monotonic()
       await self._hold_and_send(publication, deadline_s)

@@ -112,6 +112,12 @@ class VllmConfig:
   """
   max_in_flight: int = 256
   """Maximum number of requests in flight per server. Further requests wait in the trainer."""
+  stream: int | None = 256
+  """Number of tokens after which a server sends what it has sampled of an answer. If a server is
+  lost, answers continue on other servers after the tokens that have arrived. If None, servers send
+  whole answers, and the answers of a lost server are sampled again from their beginning. Answers
+  whose maximum length is no larger than this number are sent whole.
+  """
   transfer: Literal['files', 'nccl', 'ipc'] = 'files'
   """How published weights reach the servers. With 'files', the servers read the published files.
   With 'nccl' or 'ipc', a sender process beside the trainer reads the files and sends the weights
@@ -162,7 +168,7 @@ class VllmConfig:
   `latency_s` plus the time for its maximum number of tokens at this speed.
   """
   max_retries: int = 8
-  """Maximum number of retries of one completion."""
+  """Maximum number of retries of one completion. Continuing a completion counts as a retry."""
   max_restarts: int = 3
   """Maximum number of failed attempts to bring a server back before the server is given up."""
   probe_tolerance: float | None = None
@@ -179,6 +185,8 @@ class VllmConfig:
         raise UserError(f'rollout.vllm.{name}: {getattr(self, name):g}, wanted more than 0')
     if self.probe_tolerance is not None and self.probe_tolerance < 0:
       raise UserError(f'rollout.vllm.probe_tolerance: {self.probe_tolerance:g}, wanted at least 0')
+    if self.stream is not None and self.stream < 1:
+      raise UserError(f'rollout.vllm.stream: {self.stream}, wanted at least 1, or None for off')
     if self.discover is not None and (self.discover < 1 or self.addresses):
       raise UserError(
         f'rollout.vllm.discover: {self.discover}, with {len(self.addresses)} addresses; wanted at '

@@ -51,6 +51,7 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
         'publish_dir',
         'full_every',
         'max_in_flight',
+        'stream',
       ),
       *(
         'transfer_deadline_s',

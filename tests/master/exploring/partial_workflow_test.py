@@ -221,18 +221,18 @@ def test_an_engine_that_fails_ends_the_group(tokenizer, store):
 class Explored(Run):
   """Its workflow runs in explorers, which are tasks of this event loop, over a real socket."""
 
-  def __init__(self, directory, store, *names, **config):
+  def __init__(self, directory, store, *names, partial=BUDGETED, keeps=True, **config):
     self.setting = crews.Setting(
       directory,
       lambda config, hub, tokenizer, most, *_: Talk(hub, tokenizer, max_tokens=most),
       max_tokens=LONGEST,
       **config,
     )
-    super().__init__(self.setting.tokenizer, store)
+    super().__init__(self.setting.tokenizer, store, partial=partial)
     self.names = names
     self.setting.crew._hub = self.exploration.hub
     runner: GroupRunner = self.exploration.runner
-    runner.workflow = self.setting.crew
+    runner.workflow, runner._may_repeat = self.setting.crew, keeps
 
   def batches(self, first, end, meanwhile=None):
     async def main():
@@ -266,6 +266,39 @@ def test_explorers_generate_what_this_process_generates_also_when_one_is_lost(to
     report = audit(store)
     assert report.ok and set(report.uses) == {1}, report.lines
     store.close()
+
+
+@pytest.mark.parametrize('keeps', [True, False])
+def test_without_a_budget_a_lost_explorer_costs_nothing_that_its_master_has_asked_for(
+  tokenizer, tmp_path, keeps
+):
+  store = exploring.new_store(tmp_path / 'here')
+  here = Run(tokenizer, store, partial=None)
+  wanted = content(here.batches(0, 3))
+  store.close()
+
+  async def lose(run):
+    """Loses an explorer with turns answered, and others that the engine is working on."""
+    run.engine.hold = lambda request: (
+      len(run.engine.requests) > 6 and 'b' not in run.setting.explorers
+    )
+    while len(run.engine.requests) < 7:
+      await asyncio.sleep(0.01)
+    run.setting.explorers.pop('a').cancel()
+    run.setting.come('b')
+
+  store = exploring.new_store(tmp_path / 'lost')
+  run = Explored(tmp_path / 'lost', store, 'a', partial=None, keeps=keeps, silent_s=3.0)
+  assert content(run.batches(0, 3, lose)) == wanted
+  asked = collections.Counter(
+    (request.key, request.prompt, request.first + i)
+    for request in run.engine.requests
+    for i in range(request.samples)
+  )
+  assert (max(asked.values()) == 1) == keeps, 'the engine works on each request once'
+  report = audit(store)
+  assert report.ok and set(report.uses) == {1}, report.lines
+  store.close()
 
 
 def one_request(key, samples=1, *, first=0, prompt=(5,), max_tokens=9):

@@ -583,6 +583,41 @@ def test_answers_have_the_recorded_form(tmp_path):
   assert server.generate_bodies[0]['token_ids'] == [5, 6]
 
 
+def test_a_stream_has_the_recorded_form(tmp_path):
+  """`tests/jobs/vllm_test.py` compares the names in an event with those of a real server."""
+
+  async def main():
+    async with scripted(tmp_path) as (_, client):
+      params = {'max_tokens': 3, 'logprobs': 0, 'stream_interval': 2}
+      body = {'token_ids': [5, 6], 'stream': True, 'request_id': 'r1', 'sampling_params': params}
+      return await client.post(GENERATE, body)
+
+  *events, rest = asyncio.run(main()).split('\n\n')
+  assert events.pop() == 'data: [DONE]' and not rest
+  events = [json.loads(event.removeprefix('data: ')) for event in events]
+  (first,) = events[0].pop('choices')
+  assert events[0] == {
+    'request_id': 'generate-tokens-r1',
+    'usage': None,
+    'output_mode': 'tokens',
+  }
+  row = {'token_id': 7, 'logprob': -0.5, 'rank': None}
+  assert first == {
+    'index': 0,
+    'finish_reason': None,
+    'stop_reason': None,
+    'token_ids': [7],
+    'routed_experts': None,
+    'sampling_mask': None,
+    'weight_versions': None,
+    'logprobs': {'content': [{**row, 'top_logprobs': [row]}]},
+  }
+  (last,) = events[-1]['choices']
+  assert len(events) == 2 and last['token_ids'] == [8, 9], 'the last token comes with the end'
+  assert last['finish_reason'] == 'length'
+  assert last['weight_versions'] == [{'version': 'default', 'start': 0, 'end': 3}]
+
+
 @pytest.mark.parametrize(
   ('prompt', 'params', 'message'),
   [

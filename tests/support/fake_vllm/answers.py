@@ -53,10 +53,21 @@ def completions(call: Call, *, with_prompt: bool) -> dict[str, Any]:
   return body | {'choices': [_choice(sample, call.params) for sample in call.samples]}
 
 
-def _choice(sample: Sample, params: Params) -> dict[str, Any]:
+def event(call: Call, sample: Sample, sent: int, *, with_prompt: bool) -> dict[str, Any]:
+  """What a stream sends of a sample's tokens after the first `sent`."""
+  body: dict[str, Any] = {'request_id': call.name, 'usage': None}
+  if with_prompt:
+    body |= {'prompt_token_ids': call.prompt}
+  choice = _choice(sample, call.params, sent)
+  if sample.finish is None:
+    choice |= {'stop_reason': None, 'weight_versions': None}
+  return body | {'output_mode': 'tokens', 'choices': [choice]}
+
+
+def _choice(sample: Sample, params: Params, sent: int = 0) -> dict[str, Any]:
   rows = [
     {'token_id': token, 'logprob': max(logprob, -9999.0), 'rank': None}
-    for token, logprob in zip(sample.tokens, sample.logprobs, strict=True)
+    for token, logprob in zip(sample.tokens[sent:], sample.logprobs[sent:], strict=True)
   ]
   return {
     'index': sample.index,
@@ -64,7 +75,7 @@ def _choice(sample: Sample, params: Params) -> dict[str, Any]:
     'stop_reason': {'stop': sample.tokens[-1:], 'repetition': ['repetition_detected']}.get(
       sample.finish, [None]
     )[0],
-    'token_ids': sample.tokens,
+    'token_ids': sample.tokens[sent:],
     'routed_experts': None,
     'sampling_mask': None,
     'weight_versions': list(_spans(sample.labels)),

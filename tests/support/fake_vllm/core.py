@@ -37,6 +37,8 @@ class Sample:
   labels: list[str] = dataclasses.field(default_factory=list)
   """Of the version that drew each token."""
   finish: str | None = None
+  has_last: bool = False
+  """Whether `tokens` has the last one, which a stream sends with `finish`."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,6 +52,8 @@ class Call:
   scores: tuple[Sequence[float], Sequence[int]] | None = None
   """Logprobs and ranks of the prompt's tokens but the first."""
   tasks: list[asyncio.Task] = dataclasses.field(default_factory=list)
+  grown: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+  """Set when a sample has got tokens or has ended."""
 
   def __post_init__(self):
     self.samples = [Sample(index) for index in range(self.params.n)]
@@ -63,6 +67,7 @@ class Call:
       task.cancel()
     for sample in unfinished:
       sample.finish = 'abort'
+    self.grown.set()
     return len(unfinished) + (len(unfinished) > 1)
 
 
@@ -175,6 +180,8 @@ class Core:
           )
         before = len(sample.tokens)
         finish = self._take(sample, drawn, params)
+        sample.has_last = finish is not None
+        call.grown.set()
         # Wait 'client': bounded by the client, whose hang-up cancels it.
         while (
           finish is None
@@ -186,6 +193,7 @@ class Core:
     await asyncio.sleep(slowness * (1 - len(sample.tokens) / params.max_tokens))
     async with self._turn(call):  # A paused server answers nothing.
       sample.finish = finish
+      call.grown.set()
 
   def _take(self, sample: Sample, drawn: Drawn, params: Params) -> str | None:
     """Appends tokens up to where the completion ends; why it did, if so."""

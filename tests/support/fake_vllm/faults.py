@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class Fault(enum.StrEnum):
   HANG = 'hang'
   """Never an answer, on an open connection."""
   CUT = 'cut'
-  """The connection ends in the middle of the body."""
+  """The connection ends in the middle of the body, of a stream once half of the tokens are sent."""
   ABORT = 'abort'
   """Completions end half-way with finish_reason abort (generate only)."""
   DELAY = 'delay'
@@ -77,6 +78,8 @@ class Faults:
   """Hugging Face name of a tensor that updates leave as it was, without a word."""
   prompt_logprob_shift: float = 0.0
   """Added to the logprobs of prompts."""
+  spoil: Callable[[bytes], bytes] | None = None
+  """Returns what a stream sends instead of an event."""
   die_in_update: bool = False
   """Whether the process is gone when the next update has written its tensors."""
 

@@ -45,6 +45,8 @@ class Params:
   """The model's own among them, unless they are to be ignored."""
   logprobs: int | None = None
   prompt_logprobs: int | None = None
+  stream_interval: int = 1
+  """Tokens of an event of a stream, but for the first and the last."""
   repetition: tuple[int, int, int] | None = None
   """Least and greatest size of a pattern, and how often it must occur in a row to end a completion.
   """
@@ -152,6 +154,7 @@ _DEFAULTS = {
   'logprobs': None,
   'prompt_logprobs': None,
   'repetition_detection': None,
+  'stream_interval': None,
 }
 """The sampling parameters that are known, and what they are where a request does not say."""
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -166,6 +169,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
   'logprobs': (int, NoneType),
   'prompt_logprobs': (int, NoneType),
   'repetition_detection': (dict, NoneType),
+  'stream_interval': (int, NoneType),
 }
 """Their types."""
 _INT64 = 1 << 63
@@ -208,6 +212,7 @@ def _params(
     logprobs=got['logprobs'],
     prompt_logprobs=got['prompt_logprobs'],
     repetition=_repetition(got['repetition_detection']),
+    stream_interval=1 if got['stream_interval'] is None else got['stream_interval'],
   )
 
 
@@ -242,6 +247,11 @@ def _check_params(got: Mapping[str, Any], vocab_size: int) -> None:
       f"must be at most the server's max_num_seqs ({MAX_SAMPLES})",
     ),
     (got['temperature'] == 0 and got['n'] > 1, 'n', 'must be 1 when using greedy sampling'),
+    (
+      got['stream_interval'] is not None and got['stream_interval'] < 1,
+      'stream_interval',
+      'must be at least 1',
+    ),
     (not -_INT64 <= (got['seed'] or 0) < _INT64, 'seed', 'must have 64 bits'),
   ):
     if refused:

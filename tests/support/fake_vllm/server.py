@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -20,6 +21,7 @@ from aiohttp import web
 from fake_vllm.answers import (
   aborted_half_way,
   completions,
+  event,
   failure,
   metrics,
   send_and_close,
@@ -27,14 +29,18 @@ from fake_vllm.answers import (
   to_json,
 )
 from fake_vllm.backends import Backend
-from fake_vllm.core import Call, Core, CoreDead
+from fake_vllm.core import Call, Core, CoreDead, Sample
 from fake_vllm.faults import Fault, Faults, Latency
 from fake_vllm.requests import GENERATE, MODEL, Refusal, invalid, parse, read_json
 from fake_vllm.weights import Worker, WorkerError
 from jaxrl_llm.core.errors import UserError
 
+_CORE_DEAD = 'EngineCore encountered an issue. See stack trace (above) for the root cause.'
 _GRACE_S = 0.2
 """Between the death of the engine core and that of the server: time for the last answers."""
+
+_FAULT = web.RequestKey('fault', object)
+"""The fault that a request meets."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -230,7 +236,10 @@ class FakeServer:
       return failure('the fake was told to fail')
     if fault is Fault.UNAVAILABLE:
       return web.Response(status=503)
+    request[_FAULT] = fault
     response = await self._answer(request, handler)
+    if response.prepared:  # A stream, which has met its fault.
+      return response
     if fault is Fault.CUT:
       return await send_half(request, response)
     if fault is Fault.ABORT:
@@ -257,7 +266,7 @@ class FakeServer:
     except Refusal as refusal:
       return failure(str(refusal), status=refusal.status, kind=refusal.kind, param=refusal.param)
     except CoreDead:
-      return failure('EngineCore encountered an issue. See stack trace (above) for the root cause.')
+      return failure(_CORE_DEAD)
     except WorkerError as error:
       message = (
         f"Call to collective_rpc method failed: Worker failed with error '{error}', please check "
@@ -370,8 +379,54 @@ class FakeServer:
       await self.kill_core()
       raise CoreDead
     call = Call(name, prompt, params)
+    if body.get('stream'):
+      return await self._stream(request, call, with_prompt=bool(body.get('return_token_ids')))
     await self._core.run(call)
     return to_json(completions(call, with_prompt=bool(body.get('return_token_ids'))))
+
+  async def _stream(
+    self, request: web.Request, call: Call, *, with_prompt: bool
+  ) -> web.StreamResponse:
+    response = web.StreamResponse(headers={'Content-Type': 'text/event-stream; charset=utf-8'})
+    with contextlib.suppress(ConnectionError):
+      await response.prepare(request)
+    running = asyncio.create_task(self._core.run(call))
+    half = call.params.max_tokens // 2
+    sent = dict.fromkeys(call.samples, 0)
+    open_samples = list(call.samples)
+    try:
+      while open_samples and not self._core.dead:
+        # Wait 'client': bounded by the client, whose hang-up cancels it.
+        await call.grown.wait()
+        call.grown.clear()
+        for sample in [s for s in open_samples if self._has_event(call, s, sent[s])]:
+          data = json.dumps(event(call, sample, sent[sample], with_prompt=with_prompt)).encode()
+          with_prompt, sent[sample] = False, len(sample.tokens)
+          if sample.finish is not None:
+            open_samples.remove(sample)
+          await response.write((self.faults.spoil or bytes)(b'data: ' + data + b'\n\n'))
+          if sent[sample] >= half and request[_FAULT] is Fault.CUT:
+            request.transport.close()
+            return response
+          if sent[sample] >= half and request[_FAULT] is Fault.ABORT:
+            call.abort()
+      await running
+    except CoreDead:
+      await response.write(b'data: ' + failure(_CORE_DEAD).body + b'\n\n')
+    except ConnectionError:
+      return response
+    finally:
+      running.cancel()
+      await asyncio.wait([running])
+    await response.write(b'data: [DONE]\n\n')
+    return response
+
+  def _has_event(self, call: Call, sample: Sample, sent: int) -> bool:
+    """Whether a stream sends something of a sample now. The last token comes with `finish`."""
+    unsent = len(sample.tokens) - sent
+    if sample.finish is not None:
+      return not self._core.dead
+    return not sample.has_last and unsent >= (call.params.stream_interval if sent else 1)
 
 
 def _always(answer: Callable[[], Mapping[str, Any]]) -> Handler:

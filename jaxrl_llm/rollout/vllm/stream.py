@@ -1,0 +1,127 @@
+"""Streamed answers: what has arrived of an answer is kept when its server is lost, and another
+request continues the answer.
+
+A server names the versions that sampled an answer only in its last event. Without that event, a
+token is kept only if it is known which weights sampled it: those that the server was proven to have
+loaded when the request was sent, if the token arrived before the next update of the server began,
+and if the server proved meanwhile that it is not a new process with other weights (`Arrivals`).
+Other tokens are lost.
+
+Invariant: the tokens of an answer match its request, whichever servers sampled them, and every
+segment names the version and the server that sampled it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jaxrl_llm.core.net.client import Lost
+from jaxrl_llm.core.records.sample import Finish, Segment
+from jaxrl_llm.core.records.span import Span, joined
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.rollout.api import LOST, Completion, Request
+from jaxrl_llm.rollout.vllm.answer import Begun
+
+
+class Arrivals:
+  """The part of a streamed response that has arrived."""
+
+  def __init__(self, interval: int, is_known: Callable[[], bool]):
+    """
+    Args:
+      interval: number of tokens after which the server sends what it has sampled.
+      is_known: returns whether the server, since the request was sent, has certainly sampled only
+        with the weights that it had then.
+    """
+    self.interval, self._is_known = interval, is_known
+    self._parts: list[bytes] = []
+    self.size = 0
+    """Number of bytes that have arrived."""
+    self.known = 0
+    """Number of bytes that had arrived when `is_known` was last true."""
+
+  def add(self, part: bytes) -> None:
+    """Adds the bytes that have just arrived."""
+    self._parts.append(part)
+    self.size += len(part)
+    if self._is_known():
+      self.known = self.size
+
+  def whole(self) -> bytes:
+    return b''.join(self._parts)
+
+
+class Broken(Lost):
+  """A streamed answer broke off.
+
+  Attributes:
+    begun: the beginning of the answer, sampled by the weights that the server had when the request
+      was sent. It may be empty.
+  """
+
+  def __init__(self, message: str, begun: Begun):
+    super().__init__(message)
+    self.begun = begun
+
+
+class Answer:
+  """Answer to a request for one sample, to which several servers may contribute.
+
+  Attributes:
+    missing: request for the tokens that are missing. Its random numbers differ from those of the
+      original request once there are tokens, because the position enters the seed.
+  """
+
+  def __init__(self, request: Request):
+    self.missing = request
+    self._request = request
+    self._spans: list[Span] = []
+
+  def add(self, begun: Begun, version: Version, engine: str) -> None:
+    """Appends the tokens of a server that was lost."""
+    count = len(begun.tokens)
+    segment = Segment(start=0, end=count, version=version, engine=engine, finish=LOST)
+    self._spans.append(
+      Span(tokens=begun.tokens, logprobs=begun.logprobs, segments=(segment,), finish=None)
+    )
+    missing = self.missing
+    if missing.repetition_end(begun.tokens) == count:
+      self._end(Finish.REPETITION)
+    self.missing = dataclasses.replace(
+      missing,
+      prompt=(*missing.prompt, *begun.tokens.tolist()),
+      begun=missing.begun + count,
+      max_tokens=missing.max_tokens - count,
+    )
+
+  @property
+  def whole(self) -> Completion | None:
+    """The answer, if nothing is missing although no server has said so, else None."""
+    if not self._spans or self._spans[-1].finish is None:
+      return None
+    return _completion(self._spans)
+
+  def complete(self, last: Completion) -> Completion:
+    """Returns the answer with the tokens of `last`, which a server sampled for `missing`."""
+    if not self._spans:
+      return last
+    end = Span(
+      tokens=last.tokens, logprobs=last.logprobs, segments=last.segments, finish=last.finish
+    )
+    return _completion([*self._spans, end])
+
+  def _end(self, finish: Finish) -> None:
+    span = self._spans[-1]
+    (segment,) = span.segments
+    self._spans[-1] = dataclasses.replace(
+      span, finish=finish, segments=(dataclasses.replace(segment, finish=str(finish)),)
+    )
+
+
+def _completion(spans: list[Span]) -> Completion:
+  whole = joined(spans)
+  assert whole.finish is not None, 'the last span ends the answer'
+  return Completion(
+    tokens=whole.tokens, logprobs=whole.logprobs, finish=whole.finish, segments=whole.segments
+  )
