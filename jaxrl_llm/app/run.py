@@ -15,14 +15,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from absl import logging
 from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxrl_llm.app.composition.archiving import archiver
+from jaxrl_llm.app.composition.automatic import open_fields, values_of, with_sized, with_values
 from jaxrl_llm.app.composition.branch import Branch, Fork
 from jaxrl_llm.app.composition.branch import make as make_branch
+from jaxrl_llm.app.composition.choices import write_choices
 from jaxrl_llm.app.composition.chosen import settle
+from jaxrl_llm.app.composition.engines import engine_setting
 from jaxrl_llm.app.composition.initial_weights import base_of, checkpoint_directory
 from jaxrl_llm.app.composition.loop_parts import build_parts
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
@@ -38,13 +42,17 @@ from jaxrl_llm.app.composition.state import (
 )
 from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.dry_run.compiled import held_table
+from jaxrl_llm.app.dry_run.memory_plan import Target
 from jaxrl_llm.app.dry_run.programs import held
+from jaxrl_llm.app.planning import agreed
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.app.stopping import Stopping
 from jaxrl_llm.app.summary import print_summary
+from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import first_cause
 from jaxrl_llm.core.net.registry import Registry
+from jaxrl_llm.core.process.xla_flags import added_flags
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master import loop
@@ -89,6 +97,10 @@ class _Facts:
   """Sequence lengths in tokens, keyed by stage name, for stages whose rows are known before the run
   begins.
   """
+  automatic: Mapping[str, Json]
+  """Values that process 0 has chosen for 'auto' fields, keyed by dotted key."""
+  engine_bytes: int
+  """Memory of the engine on one of process 0's devices; 0 if no memory plan is made."""
 
 
 class _Launch(NamedTuple):
@@ -194,6 +206,8 @@ async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp
       tell(f'fetched the commit at step {fetched} from {config.archive.location}')
   step = max(checkpoints.steps(), default=0)
   config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)
+  platform = jax.devices()[0].platform
+  config = with_sized(config, platform=platform, spec=None)
   changed = workdir.adopt(config)
   registry: Registry | None = None
   if config.registry is not None:
@@ -203,12 +217,15 @@ async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp
     # Check before `prepare`, which would recreate missing files of the run.
     await asyncio.to_thread(workdir.check, commit)
   prepared = await asyncio.to_thread(prepare, config, workdir.path, load)
+  config = with_sized(config, platform=platform, spec=prepared.spec)
   checkpoints.clean()
   facts = {
     'attempt': workdir.next_attempt(least=commit.get('attempt', 0)),
     'step': step,
     'spec': dataclasses.asdict(prepared.spec),
     'lengths': prepared.lengths,
+    'automatic': values_of(to_json(config)),
+    'engine_bytes': _engine_bytes(config, path, prepared) if open_fields(config) else 0,
   }
   return _SetUp(config, prepared, registry, changed, origin, archive, facts)
 
@@ -223,8 +240,11 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
     return ready.facts
 
   facts = _facts(await coordinator.broadcast(set_up() if coordinator.leads else None))
-  config = ready.config if ready else config
+  config = ready.config if ready else with_values(config, facts.automatic)
   mesh = build_mesh(config.learner.mesh)
+  target = Target(mesh, None, facts.spec, facts.lengths, facts.engine_bytes)
+  tell = Console(markup=False, highlight=False, soft_wrap=True).print if ready else logging.debug
+  config, search = await agreed(config, target, coordinator, device, tell)
   stages = build_stages(config, mesh, facts.spec.vocab_size, facts.lengths)
   model = build_model(model_spec(config, facts.spec), policy_options(config), mesh)
   reward_model = build_reward_model(config, mesh, model)
@@ -283,6 +303,8 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
           machine=size(),
           committed_by=committed['machine'] if committed else {},
         )
+        if not facts.step:
+          write_choices(path, added_flags(), search and search.to_json())
         _announce(history.read(path)[-1], facts.step, events)
         if facts.step and has_work:
           _note_resume(resources.logs.progress, facts.step, committed, ready)
@@ -398,7 +420,15 @@ def _not_exact(machine: dict[str, Any]) -> str:
 def _facts(value: Any) -> _Facts:
   scaling = value['spec'].pop('rope_scaling')
   spec = ModelSpec(**value['spec'], rope_scaling=RopeScaling(**scaling) if scaling else None)
-  return _Facts(value['attempt'], value['step'], spec, value['lengths'])
+  return _Facts(**{**value, 'spec': spec})
+
+
+def _engine_bytes(config: Config, path: pathlib.Path, prepared: Prepared) -> int:
+  """Returns the memory of the engine on the device on which it runs."""
+  if not config.generates:
+    return 0
+  setting = engine_setting(config, path, prepared)
+  return config.rollout.engine_spec().device_bytes(setting, jax.local_devices()[0])
 
 
 @contextlib.asynccontextmanager

@@ -44,6 +44,9 @@ from jaxrl_llm.tasks.preferences import PreferencesConfig
 from jaxrl_llm.tasks.taskset import TasksetConfig
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig
 
+AUTO = 'auto'
+"""Value of fields that the program fills in when a run starts (`app.composition.automatic`)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
@@ -61,18 +64,22 @@ class PolicyConfig:
   """
   tokenizer: TokenizerConfig = TokenizerConfig()
   """Tokenizer to build. Only for random weights, since a checkpoint contains its own tokenizer."""
-  dtype: Literal['float32', 'bfloat16'] = 'float32'
-  """Data type of activations and matrix products."""
+  dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'
+  """Data type of activations and matrix products. 'auto' is float32 on CPUs and for models of fewer
+  than 50 million parameters, and bfloat16 otherwise.
+  """
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of the parameters; adapters are always float32."""
-  scan_layers: bool = False
+  scan_layers: bool | Literal['auto'] = 'auto'
   """Whether all layers are computed by a scan of one compiled layer. This compiles faster, but runs
-  10 to 15 % slower on a CPU.
+  10 to 15 % slower on a CPU. 'auto' is False on CPUs and for models of fewer than 50 million
+  parameters, and True otherwise.
   """
-  remat: Literal['none', 'full', 'dots', 'offload'] = 'none'
+  remat: Literal['auto', 'none', 'full', 'dots', 'offload'] = 'auto'
   """Rematerialization: 'none' keeps all activations for the backward pass; the other values keep
   some activations of each layer and recompute the rest (see `ModelOptions.remat`). On a CPU, they
-  save memory only with `scan_layers`.
+  save memory only with `scan_layers`. 'auto' takes part in the memory plan
+  (`learner.memory_bytes`).
   """
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
   """Attention implementation in training: 'masked' materializes all scores, 'blockwise' one block
@@ -152,8 +159,16 @@ class LearnerConfig:
   `policy.attention` is not 'masked', chunks may be longer, so that more sequences of a group fit
   into a chunk. A micro-batch then has fewer chunks, but not more tokens.
   """
-  chunks_per_rank: int = 8
-  """Number of chunks that each data-parallel rank has in a micro-batch."""
+  chunks_per_rank: int | Literal['auto'] = 'auto'
+  """Number of chunks that each data-parallel rank has in a micro-batch; with fewer, gradients are
+  accumulated over more micro-batches. 'auto' takes part in the memory plan (`memory_bytes`).
+  """
+  memory_bytes: int | None = None
+  """Memory of a device in bytes that the memory plan may use. The plan is the fastest one that
+  fits, for all of `policy.remat`, `chunks_per_rank` and `optimizer.offload` that are 'auto'. If
+  None, it is the device's memory, and on CPUs and for models of fewer than 50 million parameters no
+  plan is made: 'auto' then means no rematerialization, 8 chunks, and moments on the devices.
+  """
   share_prefixes: bool = True
   """Whether a prefix that several sequences of a group or pair have in common, such as their
   prompt, is computed once instead of once per sequence. The results are the same up to rounding.
@@ -165,7 +180,9 @@ class LearnerConfig:
   """
 
   def __post_init__(self):
-    check_at_least('learner.', self, chunk_len=1, chunks_per_rank=1, logits_budget_bytes=1)
+    check_at_least('learner.', self, chunk_len=1, logits_budget_bytes=1, memory_bytes=1)
+    if self.chunks_per_rank != AUTO:
+      check_at_least('learner.', self, chunks_per_rank=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from jaxrl_llm.app.composition.branch import Branch
+from jaxrl_llm.app.composition.choices import recorded_flags
 from jaxrl_llm.app.run import Stop, run
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file, override_text
@@ -109,7 +110,8 @@ def train(
   branch = None if branch_from is None else Branch.parse(branch_from, reset)
   if reset and branch is None:
     raise UserError('train: reset needs branch_from')
-  set_flags(platform_here(os.environ))  # Without effect if this process has already used JAX.
+  # Without effect if this process has already used JAX.
+  set_flags(platform_here(os.environ), recorded=recorded_flags(path))
   build_mesh(config.learner.mesh)  # Fails here, before anything is written.
   if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)

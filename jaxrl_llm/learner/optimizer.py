@@ -42,10 +42,15 @@ class OptimizerConfig:
   """
   max_skipped_updates: int = 10
   """Number of consecutive skipped updates after which the run stops."""
-  offload: bool = False
+  offload: bool | Literal['auto'] = 'auto'
   """Whether the moments are kept in pinned host memory. For the update, they are moved to the
-  devices one parameter at a time.
+  devices one parameter at a time. 'auto' takes part in the memory plan (`learner.memory_bytes`).
   """
+
+  @property
+  def offloads(self) -> bool:
+    """Whether the moments are in host memory. With 'auto', they are not until a plan says so."""
+    return self.offload is True
 
 
 MAY_CHANGE = (

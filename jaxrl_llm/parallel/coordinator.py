@@ -82,6 +82,19 @@ class Coordinator:
     # Wait 'decision': bounded by 'exchange' or, in process 0, by `decision`'s deadlines.
     return await (self._lead(decision) if self.leads else self._follow())
 
+  async def gather(self, value: Json) -> list[Any]:
+    """Returns in every process the JSON values of all processes, in the order of their numbers.
+
+    Raises:
+      PeerFailed: another process is gone.
+      WaitExpired: another process does not reach the exchange within `silence_s`.
+    """
+    payload = json.dumps(value).encode()
+    if jax.process_count() == 1:
+      return [json.loads(payload)]
+    # Wait 'exchange': bounded by `silence_s`.
+    return [json.loads(part) for part in await self._exchange(_gather_bytes, payload)]
+
   async def _lead(self, decision: Awaitable[Json]) -> Json:
     task = asyncio.ensure_future(_encoded(decision))
     try:
@@ -134,6 +147,18 @@ async def _encoded(decision: Awaitable[Json]) -> bytes:
   # Wait 'decision': bounded: every wait inside `decision` has a deadline.
   value = await decision
   return json.dumps(value).encode()
+
+
+def _gather_bytes(payload: bytes) -> list[bytes]:
+  """Returns the payloads of all processes, which are exchanged one block at a time."""
+  # Wait 'exchange': bounded by `silence_s`, which the caller enforces.
+  lengths = multihost_utils.process_allgather(np.array([len(payload)], np.int32))[:, 0]
+  blocks = -(-int(lengths.max()) // _BLOCK)
+  buffer = np.zeros(blocks * _BLOCK, np.uint8)
+  buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
+  received = [multihost_utils.process_allgather(b) for b in buffer.reshape(blocks, _BLOCK)]
+  whole = np.concatenate(received, axis=1).astype(np.uint8)
+  return [row.tobytes()[:length] for row, length in zip(whole, lengths, strict=True)]
 
 
 def _broadcast_bytes(payload: bytes, length: int) -> bytes:

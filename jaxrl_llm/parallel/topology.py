@@ -25,16 +25,22 @@ class Chip(NamedTuple):
   memory_bytes: int
   peak_flops: float
   """Dense bfloat16 operations per second."""
+  link_bytes_per_s: float
+  """Bytes per second that a device receives from the devices of its TPU slice or its host."""
+  host_bytes_per_s: float
+  """Bytes per second between a device and the memory of its host, in one direction. For TPUs this
+  is an assumption (PCIe 4.0 x16), because their data sheets do not state it.
+  """
 
 
 GB, GIB = 10**9, 1 << 30
 CHIPS: Mapping[str, Chip] = {
-  'v4': Chip('tpu', 32 * GIB, 275e12),
-  'v5e': Chip('tpu', 16 * GIB, 197e12),
-  'v5p': Chip('tpu', 95 * GIB, 459e12),
-  'v6e': Chip('tpu', 32 * GIB, 918e12),
-  'h100': Chip('cuda', 80 * GB, 989e12),
-  'h200': Chip('cuda', 141 * GB, 989e12),
+  'v4': Chip('tpu', 32 * GIB, 275e12, 300e9, 32e9),
+  'v5e': Chip('tpu', 16 * GIB, 197e12, 200e9, 32e9),
+  'v5p': Chip('tpu', 95 * GIB, 459e12, 600e9, 32e9),
+  'v6e': Chip('tpu', 32 * GIB, 918e12, 448e9, 32e9),
+  'h100': Chip('cuda', 80 * GB, 989e12, 450e9, 64e9),
+  'h200': Chip('cuda', 141 * GB, 989e12, 450e9, 64e9),
 }
 _KINDS: Mapping[str, str] = {
   'TPU v4': 'v4',

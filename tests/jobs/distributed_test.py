@@ -83,6 +83,9 @@ def test_two_processes_leave_a_whole_run(two_processes):
   losses = [r['actor/sft_loss'] for r in job.rows(two_processes) if 'actor/sft_loss' in r]
   assert losses[-1] < losses[0] - 0.3
   assert audit(two_processes / 'replay').ok
+  # What was planned is a part of the run.
+  policy = json.loads((two_processes / 'config.json').read_text())['policy']
+  assert (policy['dtype'], policy['scan_layers'], policy['remat']) == ('float32', False, 'none')
 
 
 def test_two_processes_measure_what_one_does(two_processes):
@@ -131,8 +134,10 @@ def test_either_killed_the_job_ends_names_it_and_resumes_bit_for_bit(
     os.kill(children(process.pid)[rank], signal.SIGKILL)
     started = time.monotonic()
     out, err = process.communicate(timeout=60)
+    assert ('memory plan remat none' in out) == (count == kills[0][1]), 'planned only at the start'
     assert time.monotonic() - started < 45, 'the stated time is 30 s, and some to start and read'
     assert process.returncode == 128 + signal.SIGKILL
     assert re.search(rf'process {rank}.*SIGKILL', out + err), out + err
-  job.train(run, config=job.PPO_OF_TWO, processes=2)
+  resumed = job.train(run, config=job.PPO_OF_TWO, processes=2)
+  assert 'memory plan' not in resumed.stdout
   job.assert_equal_runs(run, two_processes)

@@ -88,7 +88,29 @@ async def agreeing():
   say(error=await refused(failing(UserError('disk full'))))
   say(no_json=await refused(decided(object())))
   say(cancelled=await refused(cancelled()))
+  values = await coordinator.gather(large(4000) if rank else {'rank': rank})
+  say(gathered=[hashlib.sha256(json.dumps(value).encode()).hexdigest() for value in values])
+  say(choices=await agreed_choices())
+  if rank == 1:
+    os.environ['XLA_FLAGS'] = '--xla_gpu_enable_pipelined_all_gather=false'
+  try:
+    await agreed_choices()
+  except Exception as error:
+    say(other_flags=[type(error).__name__, str(error)])
   say(still=await agree(decided('together')))
+
+async def agreed_choices():
+  from jaxrl_llm.api import load_config
+  from jaxrl_llm.app.composition.automatic import with_sized
+  from jaxrl_llm.app.dry_run.memory_plan import Target
+  from jaxrl_llm.app.planning import agreed
+  from jaxrl_llm.models.families import tiny
+  from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+
+  spec = tiny('qwen2', 64)
+  config = with_sized(load_config('quickstart'), platform='cpu', spec=spec)
+  target = Target(build_mesh(MeshConfig()), None, spec, {})
+  return await agreed(config, target, coordinator, device, str) == (config, None)
 
 async def busy_for_ever():
   await agree(decided('hello'))
@@ -187,6 +209,22 @@ def said(tmp_path_factory):
     said = [pair.end(rank, timeout_s=240) for rank in (0, 1)]
     assert all('still' in s for s in said), pair.errors(0) + pair.errors(1)
     return said
+
+
+@pytest.mark.full
+def test_every_process_gets_what_all_of_them_have(said):
+  first, second = said[0]['gathered']
+  assert said[1]['gathered'] == [first, second]
+  assert first == hashlib.sha256(b'{"rank": 0}').hexdigest() and second == said[0]['large']
+
+
+@pytest.mark.full
+def test_a_host_with_other_flags_of_the_compiler_is_named_in_one_line_in_both(said):
+  assert [s['choices'] for s in said] == [True, True]
+  (kind, text), other = (s['other_flags'] for s in said)
+  assert other == [kind, text] and kind == 'RunError'
+  assert text.startswith(f'process 1 on {socket.gethostname()} has other flags of the compiler: ')
+  assert "['--xla_gpu_enable_pipelined_all_gather=false'], wanted [] as on process 0; " in text
 
 
 @pytest.mark.full

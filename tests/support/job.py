@@ -107,6 +107,8 @@ PPO_OF_TWO = (
   # Training goes on beside an evaluation.
   '--config.stages.1.evaluate_every=3',
   '--config.stages.1.overlap_evaluation=true',
+  # The processes make a memory plan. With so much memory, it is the one without remat.
+  f'--config.learner.memory_bytes={10**12}',
 )
 """PPO for two processes."""
 

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from jaxrl_llm.app.cluster.job import TRAINER, Job, ProcessGroup, ProcessResources
-from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.schema import AUTO, Config
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.parallel.mesh import mesh_sizes
@@ -301,11 +301,17 @@ def _vllm(config: Config, run: pathlib.Path, listen: list[str], one_machine: boo
   model's config.json into it.
   """
   vllm = config.rollout.vllm
+  dtype = config.policy.dtype if vllm.dtype == 'policy' else vllm.dtype
+  if dtype == AUTO and config.policy.init_from is not None:
+    raise UserError(
+      "policy.dtype: 'auto', but the servers start before the trainer chooses; set it, for example "
+      'policy.dtype=bfloat16'
+    )
   flags = [
     f'--model={run / "vllm"}',
     f'--model_deadline_s={vllm.start_deadline_s:g}',
     f'--environment={vllm.environment}',
-    f'--dtype={config.policy.dtype if vllm.dtype == "policy" else vllm.dtype}',
+    f'--dtype={"float32" if dtype == AUTO else dtype}',
     f'--max_model_len={config.rollout.max_length}',
     f'--transfer={vllm.transfer}',
     f'--cpu_cache_gib={vllm.cpu_cache_gib}',

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from absl import flags, logging
 
+from jaxrl_llm.app.composition.choices import recorded_flags
 from jaxrl_llm.app.offline.reopen import check_alone, configs_of_run
 from jaxrl_llm.app.offline.replay import Compared, course, replay
 from jaxrl_llm.config.load import parse_flags
@@ -56,8 +57,10 @@ def _main(argv: Sequence[str]) -> int:
     raise UserError('--workdir is missing; usage: jaxrl replay --workdir=DIR [--step=N]')
   check_alone()
   logging.set_verbosity(-1)
-  set_flags(platform_here(os.environ))  # As in the run, so that the same programs are compiled.
-  return script.run_async(_replay(pathlib.Path(FLAGS.workdir), FLAGS.step))
+  run = pathlib.Path(FLAGS.workdir)
+  # As in the run, so that the same programs are compiled.
+  set_flags(platform_here(os.environ), recorded=recorded_flags(run))
+  return script.run_async(_replay(run, FLAGS.step))
 
 
 async def _replay(run: pathlib.Path, step: int | None) -> int:

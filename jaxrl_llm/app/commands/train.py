@@ -25,6 +25,7 @@ import jax
 from absl import flags, logging
 
 from jaxrl_llm.app.composition.branch import RESETS, Branch
+from jaxrl_llm.app.composition.choices import recorded_flags
 from jaxrl_llm.app.composition.sharing import use_releasing_allocator
 from jaxrl_llm.app.doctor.command import diagnose
 from jaxrl_llm.app.dry_run.preflight import print_check, print_list, print_plan
@@ -136,12 +137,6 @@ def _main(argv: Sequence[str]) -> int:
     return 0
   if FLAGS.topology:
     _compile_elsewhere(FLAGS.topology, dry_run=FLAGS.dry_run)
-  platform = (
-    CHIPS[parse_topology(FLAGS.topology).chip].platform
-    if FLAGS.topology
-    else platform_here(os.environ)
-  )
-  compiler_flags = set_flags(platform)
   modes = [name for name in ('check', 'dry_run', 'doctor') if FLAGS[name].value]
   if len(modes) > 1:
     raise UserError(f'--{modes[1]}: cannot be combined with --{modes[0]}; give one of them')
@@ -157,6 +152,12 @@ def _main(argv: Sequence[str]) -> int:
   config = apply_overrides(load_file(config_spec, Config), overrides)
   workdir = pathlib.Path(FLAGS.workdir or f'runs/{config.name}')
   logging.set_verbosity(FLAGS.verbosity)
+  platform = (
+    CHIPS[parse_topology(FLAGS.topology).chip].platform
+    if FLAGS.topology
+    else platform_here(os.environ)
+  )
+  compiler_flags = set_flags(platform, recorded=recorded_flags(workdir))
   if platform != 'cpu':
     logging.info('compiler flags for %s: %s', platform, compiler_flags)
   faulthandler.enable()

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 
+from jaxrl_llm.app.composition.choices import FILE as CHOICES
 from jaxrl_llm.app.composition.workdir import ATTEMPT, CONFIG, DATA, TOKENIZER
 from jaxrl_llm.core.disk import link_or_copy
 from jaxrl_llm.replay.copying import mirror
@@ -25,6 +26,7 @@ _FIXED = (
   *(f'{directory}/**/*' for directory in (TOKENIZER, DATA, 'rollouts', 'evals')),
   *(f'{directory}/**/*' for directory in ('hf', 'critic', 'adapter')),
   'report.html',
+  CHOICES,
 )
 """Patterns of files that are replaced as a whole, if at all."""
 

@@ -1,4 +1,5 @@
-"""Chooses values for the scorer options that a configuration leaves open, according to the tasks.
+"""Chooses values for the scorer options that a configuration leaves open, according to the tasks,
+and takes over the values that the run has chosen for 'auto' fields.
 
 Invariant: a run keeps the options that were chosen at its start. A resumed run reads them from
 config.json, even if its data have changed since.
@@ -12,6 +13,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxrl_llm.app.composition.automatic import with_recorded
 from jaxrl_llm.app.composition.scorers import CHOOSERS, CHOSEN, choose
 from jaxrl_llm.app.schema import Config, scored_tasksets
 from jaxrl_llm.core.errors import UserError
@@ -26,10 +28,11 @@ def settle(
   tell: Callable[[str], None],
   load: Callable[[str], Taskset],
 ) -> Config:
-  """Returns the configuration after choosing values for the scorer options that it leaves open.
+  """Returns the configuration after choosing values for the scorer options that it leaves open,
+  with the run's values of 'auto' fields (`automatic.with_recorded`).
 
   Args:
-    run: directory of the run whose chosen options are kept: the run to resume, or the parent of a
+    run: directory of the run whose choices are kept: the run to resume, or the parent of a
       branch. None for a new run.
     tell: called with a line of text for each scorer whose options were chosen.
     load: returns the taskset with a given name (`taskset_loader`); called only if an option is
@@ -46,7 +49,8 @@ def settle(
       tell(chosen.line())
     scorers.append(chosen.scorer)
   return dataclasses.replace(
-    config, rewards=dataclasses.replace(config.rewards, scorers=tuple(scorers))
+    with_recorded(config, run),
+    rewards=dataclasses.replace(config.rewards, scorers=tuple(scorers)),
   )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 from jaxrl_llm.app.composition.prepare import Prepared
+from jaxrl_llm.app.composition.stages import policy_options
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.parallel.device import DeviceThread
@@ -36,7 +37,7 @@ def engine_setting(
   )
   return EngineSetting(
     spec=prepared.spec,
-    dtype=config.policy.dtype,
+    dtype=policy_options(config).dtype,
     param_dtype=config.policy.param_dtype,
     lora=config.policy.lora,
     max_length=config.rollout.max_length,

@@ -12,7 +12,7 @@ from jaxrl_llm.app.composition.prepare import Prepared
 from jaxrl_llm.app.composition.resources import Resources
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.sharing import check_allocator
-from jaxrl_llm.app.composition.stages import origins
+from jaxrl_llm.app.composition.stages import origins, policy_options
 from jaxrl_llm.app.composition.state import (
   begin_stage,
   commits_needed,
@@ -47,7 +47,7 @@ def build_gatherer(config: Config, mesh: Mesh, *, several: bool | None = None) -
   """
   spec = config.rollout.engine_spec()
   merges = config.policy.lora is not None and not spec.adapters
-  dtype = config.policy.dtype if spec.dtype == 'policy' else spec.dtype
+  dtype = policy_options(config).dtype if spec.dtype == 'policy' else spec.dtype
   return Gatherer(mesh, config.policy.lora if merges else None, dtype=dtype, several=several)
 
 

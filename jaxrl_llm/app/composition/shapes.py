@@ -9,7 +9,8 @@ from typing import NamedTuple
 from absl import logging
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.schema import Config, StageConfig
+from jaxrl_llm.app.composition.automatic import SMALL
+from jaxrl_llm.app.schema import AUTO, Config, StageConfig
 from jaxrl_llm.app.sources import Followed, Recorded, Rollouts
 from jaxrl_llm.batching.plan import Shape, plan_shape
 from jaxrl_llm.core.errors import UserError
@@ -68,7 +69,9 @@ def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOpti
   If they do, the chunks may be longer and fewer, so that more sequences with a common prompt fit
   into a chunk. The number of tokens in the micro-batch does not grow.
   """
-  apart = _Chunking(config.learner.chunks_per_rank, _chunk_len(config, mesh), False)
+  chunks = config.learner.chunks_per_rank
+  chunks = SMALL['chunks_per_rank'] if chunks == AUTO else chunks
+  apart = _Chunking(chunks, _chunk_len(config, mesh), False)
   unit = stage.source.unit
   # The rows of a pair are never separated.
   alike = unit if unit == 2 else -(-_alike(stage, config) // stage.minibatches)

@@ -4,6 +4,7 @@ follow from a configuration, such as a stage's first step and the shapes of its 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -11,9 +12,11 @@ from typing import Literal
 from absl import logging
 from jax.sharding import Mesh
 
+from jaxrl_llm.app.composition.automatic import SMALL
 from jaxrl_llm.app.composition.scorers import DELAYED, build_scorer
 from jaxrl_llm.app.composition.shapes import stage_shape
 from jaxrl_llm.app.schema import (
+  AUTO,
   BASE,
   AlgorithmConfig,
   Config,
@@ -484,7 +487,12 @@ def model_spec(config: Config, spec: ModelSpec) -> ModelSpec:
 
 
 def policy_options(config: Config) -> ModelOptions:
+  """Returns the compute options of the policy. Fields that are still 'auto' get the values of a
+  small model.
+  """
   policy = config.policy
+  open_names = [n for n in ('dtype', 'scan_layers', 'remat') if getattr(policy, n) == AUTO]
+  policy = dataclasses.replace(policy, **{name: SMALL[name] for name in open_names})
   return ModelOptions(
     scan_layers=policy.scan_layers,
     remat=policy.remat,

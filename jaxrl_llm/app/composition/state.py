@@ -283,7 +283,7 @@ def begin_stage(
   reads, rule = 'reference' in stage.algorithm.reads, stage.algorithm.reference
   reference = copy_params(params) if reads and rule.every != 1 else None
   learned = Learned(
-    policy=init_state(params, stage.policy.optimizer, mesh, offload=stage.policy.config.offload),
+    policy=init_state(params, stage.policy.optimizer, mesh, offload=stage.policy.config.offloads),
     critic=_begin_critic(stage, config, state.learned, mesh, critic)
     if stage.algorithm.critic_loss is not None
     else None,
@@ -306,7 +306,7 @@ def _begin_critic(
   else from the previous stage's critic, or else from the policy with a new head.
   """
   source = next(s for s in config.stages if s.name == stage.name).critic.init_from
-  offload = stage.critic.config.offload
+  offload = stage.critic.config.offloads
   if source is None and before.critic is not None:
     state = init_state(before.critic.params, stage.critic.optimizer, mesh, offload=offload)
     if stage.keep_optimizer:
@@ -435,12 +435,12 @@ def committed_like(stage: Stage, model: Model, mesh: Mesh) -> dict[str, Any]:
   algorithm = stage.algorithm
   like = {
     'train': abstract_state(
-      model_of(stage, model), stage.policy.optimizer, mesh, offload=stage.policy.config.offload
+      model_of(stage, model), stage.policy.optimizer, mesh, offload=stage.policy.config.offloads
     )
   }
   if 'reference' in algorithm.reads and algorithm.reference.every != 1:
     like['reference'] = like['train'].params
   if algorithm.critic_loss is not None:
-    critic, offload = critic_model(model), stage.critic.config.offload
+    critic, offload = critic_model(model), stage.critic.config.offloads
     like['critic'] = abstract_state(critic, stage.critic.optimizer, mesh, offload=offload)
   return like

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jaxrl_llm.app.composition.sharing import shares
+from jaxrl_llm.app.composition.stages import policy_options
 from jaxrl_llm.app.doctor.findings import Finding, failure, ok, warning
 from jaxrl_llm.app.dry_run.programs import Held
 from jaxrl_llm.app.schema import Config
@@ -115,7 +116,7 @@ def servers(config: Config) -> Iterator[Finding]:
 def publication_bytes(config: Config, spec: ModelSpec) -> int:
   """Returns the size in bytes of one published version of the whole policy."""
   dtype = config.rollout.vllm.dtype
-  size = dtype_of(config.policy.dtype if dtype == 'policy' else dtype).itemsize
+  size = dtype_of(policy_options(config).dtype if dtype == 'policy' else dtype).itemsize
   return sum(size * _product(entry.shape) for entry in entries(spec))
 
 

@@ -17,6 +17,7 @@ import jax
 import psutil
 from absl import logging
 
+from jaxrl_llm.app.composition.automatic import with_sized
 from jaxrl_llm.app.composition.chosen import settle
 from jaxrl_llm.app.composition.prepare import (
   check_names,
@@ -103,6 +104,7 @@ def _settled(
   try:
     check_names(config, {taskset.name: load(taskset.name) for taskset in config.tasksets})
     config = settle(config, workdir if has_commits(workdir) else None, logging.info, load)
+    config = with_sized(config, platform=jax.devices()[0].platform, spec=None)
     config.logging.check()
     build_scorers(config.rewards)
   except UserError as error:

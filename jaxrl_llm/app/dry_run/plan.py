@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxrl_llm.app.composition.automatic import open_fields, with_named, with_sized
 from jaxrl_llm.app.composition.chosen import settle
 from jaxrl_llm.app.composition.engines import engine_setting
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
@@ -23,6 +24,8 @@ from jaxrl_llm.app.composition.scorers import build_scorers
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import critic_model
 from jaxrl_llm.app.composition.workdir import has_commits
+from jaxrl_llm.app.dry_run.compiled import Compilation
+from jaxrl_llm.app.dry_run.memory_plan import Fit, Plan, Search, Target, measure, memory_limit
 from jaxrl_llm.app.dry_run.phases import planned
 from jaxrl_llm.app.dry_run.programs import Held, held
 from jaxrl_llm.app.schema import Config
@@ -75,10 +78,14 @@ class RunPlan:
     """
     if self.config.phases is None:
       return None
-    device = self.mesh.devices.flat[0]
+    return planned(self.config.phases, self.held, self.engine_bytes)
+
+  @property
+  def engine_bytes(self) -> int:
+    """Memory of the engine on one of the trainer's devices."""
     engine = self.config.rollout.engine_spec()
-    size = engine.device_bytes(self.setting, device) if self.config.generates else 0
-    return planned(self.config.phases, self.held, size)
+    device = self.mesh.devices.flat[0]
+    return engine.device_bytes(self.setting, device) if self.config.generates else 0
 
   @property
   def commands(self) -> Mapping[str, str]:
@@ -213,13 +220,22 @@ def plan(
   if scored_as is None and has_commits(workdir):
     scored_as = workdir
   config = settle(config, scored_as, tell, load)
+  platform = mesh.devices.flat[0].platform
+  config = with_sized(config, platform=platform, spec=None)
   config.logging.check()
   build_scorers(config.rewards)
   with disk.scratch('jaxrl_llm-plan-') as scratch:
     prepared = prepare(config, scratch, load)
-  stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
+  config = with_sized(config, platform=platform, spec=prepared.spec)
   chip = None if topology is None else parse_topology(topology).chip
-  model = build_model(model_spec(config, prepared.spec), _options(config, chip), mesh)
+  return _run_plan(config, workdir, chip, mesh, prepared)
+
+
+def _run_plan(
+  config: Config, workdir: pathlib.Path, chip: str | None, mesh: Mesh, prepared: Prepared
+) -> RunPlan:
+  stages = build_stages(config, mesh, prepared.spec.vocab_size, prepared.lengths)
+  model = build_model(model_spec(config, prepared.spec), options_for(config, chip), mesh)
   return RunPlan(
     config=config,
     workdir=workdir,
@@ -234,6 +250,45 @@ def plan(
   )
 
 
+def with_memory_plan(
+  found: RunPlan,
+) -> tuple[RunPlan, Search | None, Mapping[str, Compilation]]:
+  """Chooses the memory plan of a run.
+
+  Returns:
+    The run with values for all open fields; the search, or None if nothing was open; and the
+    programs that were compiled for the chosen plan, keyed as in `memory_plan.measure`.
+
+  Raises:
+    UserError: no plan fits.
+  """
+  config, mesh, chip = found.config, found.mesh, found.chip
+  if not open_fields(config):
+    return found, None, {}
+  rest = (found.workdir, chip, mesh, found.prepared)
+  limit = memory_limit(config, mesh, chip)
+  if limit is None:
+    platform = mesh.devices.flat[0].platform
+    config = with_sized(config, platform=platform, spec=found.prepared.spec, plans=False)
+    return _run_plan(config, *rest), None, {}
+  target = Target(mesh, chip, found.prepared.spec, found.prepared.lengths, found.engine_bytes)
+  search, compiled = Search(config, target, limit), {}
+
+  def measured(plan: Plan) -> Fit:
+    nonlocal compiled
+    fit, programs = measure(
+      with_named(config, plan.values), target, limit, lambda config: options_for(config, chip)
+    )
+    compiled = programs if search.chosen is None else compiled
+    return fit
+
+  while (plan := search.next()) is not None:
+    search.report(plan, measured(plan))
+  for plan in search.others():
+    search.report(plan, measured(plan))
+  return _run_plan(with_named(config, search.chosen.values), *rest), search, compiled
+
+
 def resolved(config: Config) -> str:
   """Returns the configuration as JSON text."""
   return json.dumps(to_json(config))
@@ -243,7 +298,7 @@ def _count(tree: Any) -> int:
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
-def _options(config: Config, chip: str | None) -> ModelOptions:
+def options_for(config: Config, chip: str | None) -> ModelOptions:
   """Returns the model options of training. If the target is a GPU that is not present, 'blockwise'
   replaces 'auto' attention, because fused GPU attention compiles only on a machine with a GPU.
   """

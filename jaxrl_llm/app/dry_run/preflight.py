@@ -14,7 +14,7 @@ from jaxrl_llm.app.composition.scorers import SCORERS
 from jaxrl_llm.app.composition.workdir import check_configuration
 from jaxrl_llm.app.dry_run.compiled import Compilation, compile_program, held_table
 from jaxrl_llm.app.dry_run.phases import phases_table
-from jaxrl_llm.app.dry_run.plan import RunPlan, plan, resolved
+from jaxrl_llm.app.dry_run.plan import RunPlan, plan, resolved, with_memory_plan
 from jaxrl_llm.app.dry_run.programs import (
   Program,
   publishing_program,
@@ -102,9 +102,11 @@ def print_plan(
       not fit the target devices. In the latter case, all programs are printed first.
   """
   console = _console(as_json)
-  planned = plan(config, workdir, console.print, topology)
+  planned, search, compiled = with_memory_plan(plan(config, workdir, console.print, topology))
   if not as_json:
     _print(planned, console)
+  for line in search.lines() if search else ():
+    console.print(line)
   programs: list[Json] = []
   refused = []
 
@@ -115,9 +117,8 @@ def print_plan(
 
   for stage in planned.stages:
     for program in stage_programs(stage, planned.model, planned.critic, planned.mesh):
-      report(
-        f'{program.name} of {stage.name}', compile_program(program, planned.mesh, planned.chip)
-      )
+      name = f'{program.name} of {stage.name}'
+      report(name, compiled.get(name) or compile_program(program, planned.mesh, planned.chip))
   if planned.reward_model is not None:
     scoring = scoring_program(planned.reward_model, planned.mesh)
     report(scoring.name, compile_program(scoring, planned.mesh, planned.chip))
@@ -140,7 +141,9 @@ def print_plan(
     raise UserError(error)
   if as_json:
     # Print a single JSON document, which contains the error if there is one.
-    print_json({**planned.to_json(), 'programs': programs, **({'error': error} if error else {})})
+    plans = search.to_json() if search else None
+    document = {**planned.to_json(), 'memory_plans': plans, 'programs': programs}
+    print_json({**document, **({'error': error} if error else {})})
   if error:
     sys.stderr.write(f'error: {error}\n')
   return UserError.exit_code if error else 0

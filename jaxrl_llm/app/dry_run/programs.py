@@ -72,7 +72,7 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
     on_policy: tuple[str, ...] = (),
   ) -> Callable[[], jax.stages.Lowered]:
     scalars = {name: jax.ShapeDtypeStruct((), np.float32) for name in constants}
-    state = abstract_state(of, by.optimizer, mesh, offload=by.config.offload)
+    state = abstract_state(of, by.optimizer, mesh, offload=by.config.offloads)
     fields = dict(updates=updates, token_chunk=stage.token_chunk, on_policy=on_policy)
     built = build_update(of, loss, *by, mesh, state, **fields)
     return lambda: built.lower(state, *arrays, scalars, abstract_base(of, mesh))
@@ -197,7 +197,7 @@ def held(
       model_of(stage, model),
       stage.policy.optimizer,
       mesh,
-      offload=stage.policy.config.offload,
+      offload=stage.policy.config.offloads,
     )
     algorithm, committed = stage.algorithm, [state]
     add('policy', state.params)
@@ -207,7 +207,7 @@ def held(
       add('reference', state.params)
       committed.append(state.params)
     if algorithm.critic_loss is not None:
-      offload = stage.critic.config.offload
+      offload = stage.critic.config.offloads
       state = abstract_state(critic, stage.critic.optimizer, mesh, offload=offload)
       add('critic', state.params)
       add('critic optimizer', state.opt_state)

@@ -9,6 +9,7 @@ import pathlib
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 
+from jaxrl_llm.app.composition.automatic import with_sized
 from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.loop_parts import build_publisher
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
@@ -193,6 +194,8 @@ async def reopen(
   with disk.scratch('jaxrl_llm-') as scratch, contextlib.ExitStack() as opened:
     prepared = await asyncio.to_thread(_prepared, config, run, scratch, load)
     mesh, device = build_mesh(config.learner.mesh), DeviceThread()
+    platform = mesh.devices.flat[0].platform
+    config = with_sized(config, platform=platform, spec=prepared.spec, plans=False)
     opened.callback(device.close)
     yield Reopened(
       config=config,

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import pathlib
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Literal, NamedTuple
 
 Platform = Literal['cpu', 'cuda', 'tpu']
@@ -82,16 +82,26 @@ def platform_here(environment: Mapping[str, str]) -> Platform:
 
 
 def set_flags(
-  platform: Platform, environment: MutableMapping[str, str] = os.environ, *, version: str = ''
+  platform: Platform,
+  environment: MutableMapping[str, str] = os.environ,
+  *,
+  recorded: Sequence[str] | None = None,
+  version: str = '',
 ) -> Flags:
   """Adds the flags for `platform` to the variables from which the compiler reads them. This must
   happen before JAX starts. A second call changes nothing.
 
   Args:
+    recorded: flags that were added when the run to resume started, which are added again. Flags
+      that are not in `_FLAGS` are ignored. None for a new run.
     version: version of JAX; by default that of the installed one.
   """
   theirs = without_added(environment)
-  flags = _flags(platform, theirs, version or importlib.metadata.version('jax'))
+  wanted = _FLAGS[platform].flags if platform in _FLAGS else {}
+  if recorded is not None:
+    given = dict(flag.removeprefix('--').partition('=')[::2] for flag in recorded)
+    wanted = {name: given[name] for name in wanted if given.get(name) in ('true', 'false')}
+  flags = _flags(platform, wanted, theirs, version or importlib.metadata.version('jax'))
   for name in (*VARIABLES, _ADDED):
     environment.pop(name, None)
     if name in theirs:
@@ -107,7 +117,7 @@ def without_added(environment: Mapping[str, str]) -> dict[str, str]:
   """Returns the variables without the flags that this program has added to them, as for a process
   with another compiler.
   """
-  added, kept = environment.get(_ADDED, '').split(), dict(environment)
+  added, kept = added_flags(environment), dict(environment)
   kept.pop(_ADDED, None)
   for variable in VARIABLES if added else ():
     flags = [flag for flag in kept.pop(variable, '').split() if flag not in added]
@@ -122,8 +132,25 @@ def in_force(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
   return tuple(sorted(flags))
 
 
-def _flags(platform: Platform, environment: Mapping[str, str], version: str) -> Flags:
-  if platform not in _FLAGS:
+def automatic_flags(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+  """Returns those flags in `VARIABLES` that the program sets, or leaves to the user, on some
+  platform. They must be equal on all hosts of a job.
+  """
+  names = {name for of_platform in _FLAGS.values() for name in of_platform.flags}
+  return tuple(
+    flag for flag in in_force(environment) if (match := _NAME.match(flag)) and match[1] in names
+  )
+
+
+def added_flags(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+  """Returns the flags that this program has added."""
+  return tuple(environment.get(_ADDED, '').split())
+
+
+def _flags(
+  platform: Platform, wanted: Mapping[str, str], environment: Mapping[str, str], version: str
+) -> Flags:
+  if not wanted:
     return Flags(platform, reason=f'the defaults of {platform} are kept')
   numbers = tuple(int(n) for n in re.findall(r'\d+', version)[:2])
   if not _VERSIONS[0] <= numbers <= _VERSIONS[1]:
@@ -133,7 +160,6 @@ def _flags(platform: Platform, environment: Mapping[str, str], version: str) -> 
       reason=f'JAX {version} may not know them, those of {known} do; set XLA_FLAGS yourself',
     )
   theirs = {match[1] for name in VARIABLES for match in _NAME.finditer(environment.get(name, ''))}
-  wanted = _FLAGS[platform].flags
   return Flags(
     platform,
     added=tuple(f'--{name}={value}' for name, value in wanted.items() if name not in theirs),

@@ -38,6 +38,17 @@ def test_added_flags_are_told_from_the_users(theirs):
   assert environment == theirs
 
 
+def test_a_resumed_run_has_the_flags_of_its_start_and_no_unknown_ones():
+  environment = {}
+  recorded = (GATHERS, '--xla_bogus=true', '--xla_gpu_enable_pipelined_all_reduce=x --xla_y=1')
+  assert set_flags('cuda', environment, recorded=recorded).added == (GATHERS,)
+  assert environment['XLA_FLAGS'] == GATHERS
+  assert not set_flags('cuda', environment, recorded=()).added and not environment
+  environment = {'XLA_FLAGS': GATHERS.replace('true', 'false')}
+  set_flags('cuda', environment, recorded=recorded)
+  assert environment == {'XLA_FLAGS': GATHERS.replace('true', 'false')}
+
+
 def test_a_compiler_that_may_not_know_the_flags_gets_none():
   environment = {}
   flags = set_flags('cuda', environment, version='0.13.1')

@@ -1,0 +1,157 @@
+"""Values that the program chooses where the configuration says 'auto': data type, scan and what a
+step keeps in memory.
+
+Invariant: a run keeps the values that were chosen at its start. A resumed run reads them from
+config.json. On CPUs, and for small models, the values are always `SMALL`, whatever memory there is,
+unless `learner.memory_bytes` limits it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxrl_llm.app.schema import AUTO, Config
+from jaxrl_llm.config.values import from_json, to_json
+from jaxrl_llm.core.files import parse_json
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.models.flops import matmul_params
+from jaxrl_llm.models.heads import is_tied
+from jaxrl_llm.models.spec import ModelSpec
+
+PLANNED = ('remat', 'chunks_per_rank', 'offload')
+"""Names of the fields that a memory plan determines (`app.dry_run.memory_plan`)."""
+_SIZED = {
+  'dtype': {'cpu': 'float32', 'accelerator': 'bfloat16'},
+  'scan_layers': {'cpu': False, 'accelerator': True},
+}
+SMALL: Mapping[str, Json] = {
+  'dtype': 'float32',
+  'scan_layers': False,
+  'remat': 'none',
+  'chunks_per_rank': 8,
+  'offload': False,
+}
+"""Values for CPUs and for small models, keyed by the name of the field."""
+_SPARING: Mapping[str, Json] = {'remat': 'full', 'chunks_per_rank': 1, 'offload': False}
+"""Values of `PLANNED` for a large model that is tried, not trained, so that no plan is made."""
+SMALL_PARAMETERS = 50_000_000
+"""Number of parameters below which a model is small. Such a model and its optimizer take less than
+a gigabyte.
+"""
+_PATHS = (
+  *(('policy', name) for name in ('dtype', 'scan_layers', 'remat')),
+  ('learner', 'chunks_per_rank'),
+  ('learner', 'optimizer', 'offload'),
+  ('stages', '*', 'optimizer', 'offload'),
+  ('stages', '*', 'critic', 'optimizer', 'offload'),
+)
+"""Places of the fields that accept 'auto' and always get a value."""
+ATTENTION = 'policy.attention'
+"""Dotted key of the field that gets a value only if 'auto' chooses a fused kernel. Otherwise the
+choice depends on the length of the rows, so it stays 'auto'.
+"""
+
+
+def open_fields(config: Config) -> tuple[str, ...]:
+  """Returns the dotted keys of the fields that are 'auto', except `policy.attention`, for which
+  'auto' may be a choice by length.
+  """
+  return tuple(
+    key for key, value in values_of(to_json(config)).items() if value == AUTO and key != ATTENTION
+  )
+
+
+def values_of(written: Any) -> dict[str, Json]:
+  """Returns the values, keyed by dotted key, of the fields that accept 'auto' in a configuration
+  that is given as JSON.
+  """
+  return {'.'.join(map(str, path)): value for path, value in _fields(written)}
+
+
+def with_recorded(config: Config, run: pathlib.Path | None) -> Config:
+  """Returns the configuration with the values that were chosen when the run in directory `run`
+  started. None stands for a new run. If config.json cannot be read, nothing is changed;
+  `Workdir.adopt` reports the error.
+  """
+  written: dict[str, Json] = {}
+  if run is not None:
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+      written = values_of(parse_json((run / 'config.json').read_text()))
+  return with_values(config, written)
+
+
+def with_sized(
+  config: Config, *, platform: str, spec: ModelSpec | None, plans: bool = True
+) -> Config:
+  """Returns the configuration with values for those 'auto' fields that the platform and the size of
+  the model determine. The fields in `PLANNED` may remain open.
+
+  Args:
+    platform: platform of the devices that train.
+    spec: architecture of the policy; None if it is not yet known. Then only the values of CPUs are
+      filled in.
+    plans: whether a memory plan will determine the fields that remain open. If False, they get
+      values with which large models usually fit.
+  """
+  limited, on_cpu = config.learner.memory_bytes is not None and plans, platform == 'cpu'
+  small = on_cpu or (spec is not None and parameters(spec) < SMALL_PARAMETERS)
+  if not small and spec is None:
+    return config
+  kind = 'cpu' if small else 'accelerator'
+  values = {name: of[kind] for name, of in _SIZED.items()}
+  if not limited and small:
+    values |= {name: SMALL[name] for name in PLANNED}
+  elif not plans:
+    values |= _SPARING
+  return with_named(config, values)
+
+
+def with_named(config: Config, values: Mapping[str, Json]) -> Config:
+  """Returns the configuration in which each 'auto' field has the value of its name, if `values` has
+  one.
+  """
+  names = {key: key.rpartition('.')[2] for key in open_fields(config)}
+  return with_values(config, {key: values[name] for key, name in names.items() if name in values})
+
+
+def with_values(config: Config, values: Mapping[str, Json]) -> Config:
+  """Returns the configuration in which 'auto' fields have the values given by dotted key."""
+  written = to_json(config)
+  chosen = {
+    key: values[key]
+    for key, value in values_of(written).items()
+    if value == AUTO and values.get(key, AUTO) != AUTO
+  }
+  if not chosen:
+    return config
+  for key, value in chosen.items():
+    *parents, name = key.split('.')
+    place: Any = written
+    for parent in parents:
+      place = place[int(parent) if isinstance(place, list) else parent]
+    place[name] = value
+  return from_json(written, Config)
+
+
+def parameters(spec: ModelSpec) -> int:
+  """Returns the number of parameters in kernels and embeddings, which is nearly all of them."""
+  return matmul_params(spec) + (0 if is_tied(spec) else spec.vocab_size * spec.hidden_size)
+
+
+def _fields(written: Any) -> Iterator[tuple[tuple[str | int, ...], Json]]:
+  """Yields (path, value) of the fields in `_PATHS` that a configuration, as JSON, has."""
+
+  def within(node: Any, path: tuple[str, ...], at: tuple[str | int, ...]):
+    if not path:
+      yield at, node
+    elif path[0] == '*':
+      for index, element in enumerate(node):
+        yield from within(element, path[1:], (*at, index))
+    elif isinstance(node, dict) and path[0] in node:
+      yield from within(node[path[0]], path[1:], (*at, path[0]))
+
+  for path in (*_PATHS, tuple(ATTENTION.split('.'))):
+    yield from within(written, path, ())
