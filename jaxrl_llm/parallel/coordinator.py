@@ -156,7 +156,10 @@ def _gather_bytes(payload: bytes) -> list[bytes]:
   blocks = -(-int(lengths.max()) // _BLOCK)
   buffer = np.zeros(blocks * _BLOCK, np.uint8)
   buffer[: len(payload)] = np.frombuffer(payload, np.uint8)
-  received = [multihost_utils.process_allgather(b) for b in buffer.reshape(blocks, _BLOCK)]
+  received = []
+  for block in buffer.reshape(blocks, _BLOCK):
+    # Wait 'exchange': bounded by `silence_s`, which the caller enforces.
+    received.append(multihost_utils.process_allgather(block))
   whole = np.concatenate(received, axis=1).astype(np.uint8)
   return [row.tobytes()[:length] for row, length in zip(whole, lengths, strict=True)]
 
