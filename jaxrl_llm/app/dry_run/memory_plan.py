@@ -189,14 +189,18 @@ class Search:
     ]
 
   def lines(self) -> list[str]:
-    """Describes all plans in lines of text, from the fastest to the slowest."""
+    """Describes the compiled plans, from the fastest to the slowest, and counts the others."""
     sizes = {id(plan): fit.line(self.limit) for plan, fit in self.tried}
-    lines = []
-    for plan in self.plans:
-      note = 'chosen, ' if plan is self.chosen else ''
-      after = self.plans.index(plan) > self.plans.index(self.chosen)
-      size = sizes.get(id(plan)) or ('slower, not compiled' if after else 'larger, not compiled')
-      lines.append(f'memory plan {plan}: {note}{plan.cost.seconds:,.3g} s an update, {size}')
+    lines = [
+      f'memory plan {plan}: {"chosen, " if plan is self.chosen else ""}'
+      f'{plan.cost.seconds:,.3g} s an update, {sizes[id(plan)]}'
+      for plan in self.plans
+      if id(plan) in sizes
+    ]
+    if rest := len(self.plans) - len(self.tried):
+      lines.append(
+        f'{rest} other memory plans, not compiled: slower, or larger than one that does not fit'
+      )
     return lines
 
 
