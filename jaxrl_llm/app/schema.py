@@ -70,6 +70,11 @@ class PolicyConfig:
   """
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of the parameters; adapters are always float32."""
+  reduce_dtype: Literal['param_dtype', 'bfloat16'] = 'param_dtype'
+  """Data type in which gradients of projections and MLPs are summed over the devices. 'bfloat16'
+  halves what the update sends for them if parameters are float32, and rounds each device's part
+  once. Micro-batches are always added in `param_dtype`.
+  """
   scan_layers: bool | Literal['auto'] = 'auto'
   """Whether all layers are computed by a scan of one compiled layer. This compiles faster, but runs
   10 to 15 % slower on a CPU. 'auto' is False on CPUs and for models of fewer than 50 million

@@ -64,7 +64,7 @@ class Projection(nn.Module):
     kernel = self.param(
       'kernel', nn.initializers.normal(self.std), (self.features, x.shape[-1]), param_dtype
     )
-    y = checkpoint_name(linear(x, kernel), PRODUCT)
+    y = checkpoint_name(linear(x, kernel, self.options.reduce_dtype), PRODUCT)
     if self.use_bias:
       y = y + self.param('bias', nn.initializers.zeros, (self.features,), param_dtype).astype(
         x.dtype

@@ -169,6 +169,11 @@ class ModelOptions:
   """
   param_dtype: str = 'float32'
   """Dtype of newly initialised parameters. Adapters are at least float32."""
+  reduce_dtype: str | None = None
+  """Dtype in which gradients of kernels of projections and MLPs are summed over the devices. Each
+  device sums over its own tokens before that, and micro-batches are added in the dtype of the
+  parameters. If None, it is that dtype.
+  """
   lora: LoraConfig | None = None
   """Configuration of adapters. If None, there are no adapters, and the whole model is trained."""
 

@@ -1,35 +1,45 @@
-"""Product of activations and a kernel `[out, in]`. The gradient of the kernel is summed in the
-kernel's dtype.
+"""Product of activations and a kernel `[out, in]`. By default, the gradient of the kernel is summed
+in the kernel's dtype.
 
 Invariant: if a float32 kernel is used in bfloat16, its gradient is never rounded to bfloat16 while
-it is summed over tokens or devices. Only the two factors of the product that yields the gradient
-are rounded.
+it is summed over tokens or devices, unless the caller asks for it. Only the two factors of the
+product that yields the gradient are rounded.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def linear(
-  x: Float[Array, '*tokens in'], kernel: Float[Array, 'out in']
+  x: Float[Array, '*tokens in'], kernel: Float[Array, 'out in'], reduce_dtype: str | None = None
 ) -> Float[Array, '*tokens out']:
-  """Returns x · kernelᵀ in the dtype of the activations."""
-  return _forward(x, kernel)[0]
+  """Returns x · kernelᵀ in the dtype of the activations.
+
+  Args:
+    reduce_dtype: dtype in which the gradient of the kernel is summed over the devices, after each
+      device has summed it over its own tokens; None for the kernel's dtype. The gradient itself has
+      the kernel's dtype.
+  """
+  return _forward(x, kernel, reduce_dtype)[0]
 
 
-def _forward(x, kernel):
+def _forward(x, kernel, reduce_dtype):
   compute = kernel.astype(x.dtype)
   # An empty array carries the kernel's dtype.
   return _product(x, compute, x.ndim - 1, 1, x.dtype), (x, compute, jnp.empty(0, kernel.dtype))
 
 
-def _backward(kept, dy):
+def _backward(reduce_dtype, kept, dy):
   x, compute, like = kept
-  return _product(dy, compute, dy.ndim - 1, 0, x.dtype), _by_kernel(x, dy, like.dtype)
+  summed = like.dtype if reduce_dtype is None else jnp.dtype(reduce_dtype)
+  gradient = _by_kernel(x, dy, summed).astype(like.dtype)
+  return _product(dy, compute, dy.ndim - 1, 0, x.dtype), gradient
 
 
 def _by_kernel(x, dy, dtype: jnp.dtype):

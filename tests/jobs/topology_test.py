@@ -76,9 +76,9 @@ def held_by(role, text):
   return tuple(float(n.replace(',', '')) for n in row.groups())
 
 
-def on_gpu_devices(**options):
+def on_gpu_devices(*flags, **options):
   budget = f'--config.learner.logits_budget_bytes={1 << 18}'
-  return dry_run('h100:4', budget, model=MODEL | dict(num_hidden_layers=LAYERS), **options)
+  return dry_run('h100:4', budget, *flags, model=MODEL | dict(num_hidden_layers=LAYERS), **options)
 
 
 @pytest.fixture(scope='module')
@@ -256,6 +256,17 @@ def test_on_gpus_most_of_what_is_sent_travels_beside_products_by_the_flags_that_
   without = on_gpu_devices(xla_flags=' '.join(flags).replace('=true', '=false'))
   assert re.search(r'^compiler flags: (.+)$', without, re.M)[1].count('=false') == 3
   assert overlapped(without) < share - 20
+
+
+def test_gradients_of_kernels_travel_in_bfloat16_on_request(on_gpus):
+  rounded = on_gpu_devices('--config.policy.reduce_dtype=bfloat16')
+  before, after = (
+    float(re.search(r'reduce-scatter \d+ \(([\d.]+) MB', line_of('update', text))[1])
+    for text in (on_gpus, rounded)
+  )
+  heads, layer = MODEL['num_attention_heads'] * MODEL['head_dim'], MODEL['hidden_size']
+  kernels = layer * (4 * heads + 3 * MODEL['intermediate_size']) * LAYERS
+  assert before - after == pytest.approx(2 * kernels / 1e6, abs=0.2)
 
 
 def test_excess_memory_is_refused_with_its_size():

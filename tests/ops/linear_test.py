@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.ops.linear import linear
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 
 
 def draw(seed, *shape):
@@ -50,3 +52,32 @@ def test_a_float32_kernels_gradient_is_summed_in_float32():
     jnp.ones((1, 1), jnp.float32)
   )
   assert float(gradient[0, 0]) == 4096 + 1 / 256
+
+
+def test_a_gradient_that_is_summed_in_bfloat16_is_rounded_once_per_device():
+  # Within a device, 4,096 tokens of 1 are counted exactly: a sum in bfloat16 would end at 256.
+  x = jnp.ones((4097, 1), jnp.bfloat16).at[-1].set(1 / 256)
+  gradient = jax.grad(lambda kernel: linear(x, kernel, 'bfloat16').astype(jnp.float32).sum())(
+    jnp.ones((1, 1), jnp.float32)
+  )
+  assert gradient.dtype == jnp.float32 and float(gradient[0, 0]) == 4096
+
+
+@pytest.mark.parametrize('reduce_dtype', [None, 'bfloat16'])
+def test_the_error_of_summing_over_eight_devices_in_bfloat16(reduce_dtype):
+  mesh = build_mesh(MeshConfig(fsdp=8))
+  x, kernel, weight = draw(0, 8, 64, 32), draw(1, 48, 32), draw(2, 8, 64, 48)
+
+  def gradient(x, kernel):
+    return jax.grad(lambda k: (linear(x, k, reduce_dtype).astype(jnp.float32) * weight).sum())(
+      kernel
+    )
+
+  wanted = np.asarray(gradient(x.astype(jnp.bfloat16).astype(jnp.float32), kernel), np.float64)
+  sharded = jax.jit(gradient, out_shardings=NamedSharding(mesh, PartitionSpec('fsdp')))
+  batch = jax.device_put(x.astype(jnp.bfloat16), NamedSharding(mesh, PartitionSpec('fsdp')))
+  weight = jax.device_put(weight, NamedSharding(mesh, PartitionSpec('fsdp')))
+  error = np.linalg.norm(np.asarray(sharded(batch, kernel)) - wanted) / np.linalg.norm(wanted)
+  # Both factors are rounded to bfloat16 in any case.
+  print(f'{reduce_dtype}: relative error {error:.2e}')
+  assert error < 2**-8

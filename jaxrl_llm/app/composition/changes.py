@@ -81,6 +81,7 @@ _WHY = {
 
 _OF_BRANCHES = (
   *('name', 'learner', 'rollout', 'policy.remat', 'policy.attention', 'policy.dtype'),
+  'policy.reduce_dtype',
   *(f'stages.*.{name}' for name in ('algorithm', 'minibatches', 'epochs', 'keep_optimizer')),
   *(f'stages.*.{name}' for name in ('optimizer', 'critic', 'evaluate_every')),
   'stages.*.overlap_evaluation',

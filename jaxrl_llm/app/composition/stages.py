@@ -499,5 +499,6 @@ def policy_options(config: Config) -> ModelOptions:
     attention=policy.attention,
     dtype=policy.dtype,
     param_dtype=policy.param_dtype,
+    reduce_dtype='bfloat16' if policy.reduce_dtype == 'bfloat16' else None,
     lora=policy.lora,
   )
