@@ -271,9 +271,21 @@ def test_gradients_of_kernels_travel_in_bfloat16_on_request(on_gpus):
 
 def test_excess_memory_is_refused_with_its_size():
   huge = MODEL | dict(hidden_size=8192, intermediate_size=131_072, num_hidden_layers=1)
-  error = dry_run('v5e:1x1', model=huge, expect=2)
+  error = dry_run('v5e:1x1', '--config.stages.0.optimizer.offload=false', model=huge, expect=2)
   assert re.search(
     r'^error: topology v5e:1x1: update of grpo[^\n]*more memory than a device has', error, re.M
+  )
+
+
+@pytest.mark.acceptance
+def test_if_no_memory_plan_fits_the_smallest_one_is_named():
+  huge = MODEL | dict(hidden_size=8192, intermediate_size=131_072, num_hidden_layers=1)
+  error = dry_run('v5e:1x1', model=huge, expect=2)
+  assert re.search(
+    r'^error: no memory plan fits a device: [^\n]* \(moments in host memory\): does not fit, '
+    r'update of grpo: [^\n]*; use more devices',
+    error,
+    re.M,
   )
 
 
