@@ -25,7 +25,7 @@ from jaxrl_llm.app.composition.automatic import open_fields, values_of, with_siz
 from jaxrl_llm.app.composition.branch import Branch, Fork
 from jaxrl_llm.app.composition.branch import make as make_branch
 from jaxrl_llm.app.composition.choices import write_choices
-from jaxrl_llm.app.composition.chosen import settle
+from jaxrl_llm.app.composition.chosen import kept_choices, settle
 from jaxrl_llm.app.composition.engines import engine_setting
 from jaxrl_llm.app.composition.initial_weights import base_of, checkpoint_directory
 from jaxrl_llm.app.composition.loop_parts import build_parts
@@ -206,6 +206,7 @@ async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp
       tell(f'fetched the commit at step {fetched} from {config.archive.location}')
   step = max(checkpoints.steps(), default=0)
   config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)
+  config = config if step else kept_choices(config, workdir.path)
   platform = jax.devices()[0].platform
   config = with_sized(config, platform=platform, spec=None)
   changed = workdir.adopt(config)

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxrl_llm.app.composition.automatic import with_recorded
 from jaxrl_llm.app.composition.scorers import CHOOSERS, CHOSEN, choose
+from jaxrl_llm.app.composition.workdir import check_configuration
 from jaxrl_llm.app.schema import Config, scored_tasksets
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json
@@ -52,6 +53,15 @@ def settle(
     with_recorded(config, run),
     rewards=dataclasses.replace(config.rewards, scorers=tuple(scorers)),
   )
+
+
+def kept_choices(config: Config, run: pathlib.Path) -> Config:
+  """Returns the configuration with the values that a run without commits has chosen for 'auto'
+  fields, if the run has the same configuration otherwise. A start before the first commit that was
+  killed is then repeated with the same choices.
+  """
+  filled = with_recorded(config, run)
+  return filled if check_configuration(run, filled) == () else config
 
 
 def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:

@@ -14,6 +14,8 @@ from jaxrl_llm.app.composition.automatic import (
   with_sized,
   with_values,
 )
+from jaxrl_llm.app.composition.chosen import kept_choices
+from jaxrl_llm.app.composition.workdir import write_configuration
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.models.families import tiny
 
@@ -71,6 +73,13 @@ def test_a_resumed_run_has_the_values_that_were_chosen_at_its_start(tmp_path):
   assert resumed.policy.dtype == 'bfloat16'
   assert [stage.optimizer.offload for stage in resumed.stages] == ['auto', True]
   assert with_recorded(config_of(), None) == config_of()
+
+
+def test_a_start_without_commits_is_repeated_with_its_choices_unless_it_changed(tmp_path):
+  write_configuration(tmp_path, with_values(config_of(), {'policy.remat': 'dots'}))
+  assert kept_choices(config_of(), tmp_path).policy.remat == 'dots'
+  assert kept_choices(config_of(seed=7), tmp_path) == config_of(seed=7)
+  assert kept_choices(config_of(), tmp_path / 'none') == config_of()
 
 
 @pytest.mark.parametrize('written', ['', '[]', '{"policy": 3, "stages": 4}', '{"policy": {}}'])
