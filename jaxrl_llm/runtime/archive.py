@@ -15,6 +15,7 @@ Layout of the location:
 
 from __future__ import annotations
 
+import bisect
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -184,17 +185,25 @@ class Archive:
     fetching.unlink()
 
   def _fetch_all(self, target: pathlib.Path, step: int) -> None:
-    """Copies the files of an archived commit. Files of the same content are kept.
+    """Copies the files of an archived commit, and the checkpoints of the archived commits before
+    it, from whose weights later stages may start. Files of the same content are kept.
 
     COMMIT files, which make a checkpoint count, are written last.
     """
-    marker = self._root / _COMMITS / f'{step}.json'
-    files = self._files(marker)
+    steps = self.steps()
+    files = self._files(self._marker(step))
     if files is None:
-      raise UserError(f'archive {self._root}: no commit of step {step}; it has {self.steps()}')
+      raise UserError(f'archive {self._root}: no commit of step {step}; it has {steps}')
+    for earlier in steps[: bisect.bisect_left(steps, step)]:
+      named = self._files(self._marker(earlier)) or {}
+      part = f'checkpoints/{earlier}/'
+      files |= {name: stored for name, stored in named.items() if name.startswith(part)}
     first = {name: stored for name, stored in files.items() if not name.endswith('/COMMIT')}
     for part in (first, {name: files[name] for name in files.keys() - first.keys()}):
       self._each(part.items(), lambda item: self._fetch(target / item[0], item[1]))
+
+  def _marker(self, step: int) -> epath.Path:
+    return self._root / _COMMITS / f'{step}.json'
 
   def ship(self, step: int, files: Mapping[str, pathlib.Path], *, keep: Collection[int]) -> Shipped:
     """Archives a commit. Repeats the attempt after an error, until `deadline_s` have passed.
@@ -248,15 +257,15 @@ class Archive:
         f'{owner.get("host") if owner else "another host"} too, which writes to the archive now; '
         f'step {step} is committed in the run directory alone'
       )
-    self._write(self._root / _COMMITS / f'{step}.json', {name: [*s] for name, s in stored.items()})
+    self._write(self._marker(step), {name: [*s] for name, s in stored.items()})
     self._retire(keep)
 
   def _retire(self, keep: Collection[int]) -> None:
     """Removes markers of other commits, and then objects that no marker names."""
     for step in self.steps():
       if step not in keep:
-        (self._root / _COMMITS / f'{step}.json').unlink(missing_ok=True)
-    markers = [self._files(self._root / _COMMITS / f'{step}.json') or {} for step in self.steps()]
+        self._marker(step).unlink(missing_ok=True)
+    markers = [self._files(self._marker(step)) or {} for step in self.steps()]
     named = {stored.object for files in markers for stored in files.values()}
     unnamed = self._objects - named
     self._each(unnamed, lambda name: (self._root / _OBJECTS / name).unlink(missing_ok=True))

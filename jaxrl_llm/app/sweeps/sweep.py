@@ -348,7 +348,13 @@ def base_config(path: pathlib.Path, sweep: Sweep) -> Config:
   Raises:
     UserError: if an override is invalid.
   """
-  return _overridden(path, load_file(sweep.base, Config), sweep.overrides)
+  base = _overridden(path, load_file(sweep.base, Config), sweep.overrides)
+  if base.archive is not None:
+    raise UserError(
+      f'{path}: archive.location: {base.archive.location!r} belongs to one run, but every trial '
+      'would use it; leave archive out of the base, and train the best trial again with it'
+    )
+  return base
 
 
 def start_config(path: pathlib.Path, start: BaseRun) -> Config:

@@ -86,6 +86,7 @@ def test_ids_are_names_of_directories_that_say_what_differs(tmp_path):
     (f"{ONE}, early_stopping=SuccessiveHalving(first_step=0)", 'at least 1'),
     (f"{ONE}, overrides={{'stages.gpro.steps': 1}}", "override 'stages.gpro.steps'"),
     (f"{ONE}, start=BaseRun(base='quickstart', overrides={{'sed': 1}})", "did you mean 'seed'"),
+    (f"{ONE}, overrides={{'archive.location': '/tmp/archive'}}", 'belongs to one run'),
   ],
 )  # fmt: skip
 def test_a_bad_sweep_is_one_line_with_the_place(tmp_path, fields, message):
