@@ -2,8 +2,8 @@
 other, in any order.
 
 Invariant: each byte is converted, hashed and written once, block by block. Threads do this for
-large arrays while the caller fetches the next array. Digests of slices are computed from the same
-blocks, so nothing is read again.
+large arrays while the caller fetches the next array. Checksums, and digests of slices, are computed
+from the same blocks, so nothing is read again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 import xxhash
 from jaxtyping import Shaped, UInt8
 
+from jaxrl_llm.weights.checksums import RunningChecksum, Slice
 from jaxrl_llm.weights.layout import dtype_of
 
 _CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'float64': 'F64'}
@@ -36,14 +37,6 @@ to another thread would take longer.
 _IN_FLIGHT = 64 << 20
 """Maximum number of bytes that wait for the threads. A single larger array may wait by itself."""
 _THREADS = 4
-
-
-class Slice(NamedTuple):
-  """A part of a tensor: a range along one axis, and everything along the other axes."""
-
-  axis: int
-  start: int
-  length: int
 
 
 class FileLayout:
@@ -108,11 +101,15 @@ class _Tensor:
   """Number of rows (indices of the first axis) that have been added."""
   slices: dict[Slice, xxhash.xxh3_128] = dataclasses.field(default_factory=dict)
   """Running digest of each requested slice."""
+  checksum: RunningChecksum | None = None
+  """Running checksum of the tensor and the same slices; None if no checksums are computed."""
   written: Future[None] | None = None
   """Completes when all parts of the tensor added so far are written."""
 
   def digest(self, rows: Shaped[np.ndarray, 'rows *rest'], first: int) -> None:
     """Adds rows of the tensor to the digests. `first` is the index of the first of these rows."""
+    if self.checksum is not None:
+      self.checksum.add(rows, first)
     self.hasher.update(memoryview(rows.reshape(-1).view(np.uint8)))
     for (axis, start, length), hasher in self.slices.items():
       if axis == 0:
@@ -126,14 +123,21 @@ class _Tensor:
 class TensorWriter:
   """Writes tensors to files in threads. Use it as a context manager, which ends the threads."""
 
-  def __init__(self, dtype: str, slices: Mapping[str, Collection[Slice]] | None = None):
+  def __init__(
+    self,
+    dtype: str,
+    slices: Mapping[str, Collection[Slice]] | None = None,
+    *,
+    checksums: bool = False,
+  ):
     """
     Args:
       dtype: Hugging Face name of the data type of the tensors in the files. Arrays of another data
         type are converted.
       slices: slices to compute digests of, keyed by tensor name; see `slice_digests`.
+      checksums: whether to compute checksums of the tensors and slices too; see `checksums`.
     """
-    self._dtype, self._slices = dtype_of(dtype), slices or {}
+    self._dtype, self._slices, self._checksums = dtype_of(dtype), slices or {}, checksums
     self._threads = ThreadPoolExecutor(
       min(_THREADS, os.cpu_count() or 1), thread_name_prefix='tensors'
     )
@@ -156,7 +160,8 @@ class TensorWriter:
     """Passes the bytes of the layout's tensors to a sink. The tensors can be added afterwards."""
     for name, offset in layout.offsets.items():
       hashers = {part: xxhash.xxh3_128() for part in self._slices.get(name, ())}
-      self._tensors[name] = _Tensor(name, sink, offset, slices=hashers)
+      checksum = RunningChecksum(self._slices.get(name, ())) if self._checksums else None
+      self._tensors[name] = _Tensor(name, sink, offset, slices=hashers, checksum=checksum)
 
   def add(self, name: str, rows: Shaped[np.ndarray, '...'], *, whole: bool) -> None:
     """Adds a tensor, or its next part along the first axis. The array must not be modified until
@@ -227,6 +232,16 @@ class TensorWriter:
       name: {part: hasher.hexdigest() for part, hasher in tensor.slices.items()}
       for name, tensor in self._tensors.items()
       if tensor.slices
+    }
+
+  def checksums(self) -> dict[str, dict[Slice | None, str]]:
+    """Returns the checksums (`weights.checksums`) as 16 hexadecimal digits, keyed by tensor name
+    and slice; the key None has that of the whole tensor. Call this after `finish`.
+    """
+    return {
+      name: tensor.checksum.values()
+      for name, tensor in self._tensors.items()
+      if tensor.checksum is not None
     }
 
   def __enter__(self) -> TensorWriter:

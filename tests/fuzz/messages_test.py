@@ -549,7 +549,7 @@ def test_the_front_passes_on_only_what_it_has_looked_through(services, tmp_path,
     if status == 200:
       passed = json.loads(json.loads(text)['body'])
       if path == RPC_PATH:
-        assert passed['method'] in ('jaxrl_digests', 'jaxrl_weights')
+        assert passed['method'] in ('jaxrl_digests', 'jaxrl_weights', 'jaxrl_checksums')
       else:
         directory = (
           passed['update_info']['directory'] if path == UPDATE_PATH else passed['lora_path']

@@ -69,7 +69,7 @@ ROUTES = (
 """(method, path) pairs of the requests that a trainer sends. The front compares the path of a
 request as sent, byte by byte.
 """
-RPC_METHODS = frozenset({'jaxrl_weights', 'jaxrl_digests'})
+RPC_METHODS = frozenset({'jaxrl_weights', 'jaxrl_checksums', 'jaxrl_digests'})
 MAX_BODY, MAX_RPC_BODY, MAX_UPDATE_BODY = 256 << 20, 64 << 10, 16 << 20
 """Maximum body sizes in bytes."""
 

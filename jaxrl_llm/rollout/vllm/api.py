@@ -83,7 +83,15 @@ class EngineServer(Protocol):
   async def resume(self) -> None: ...
 
   async def digests(self, *, deadline_s: float) -> list[dict[str, str]]:
-    """Returns one mapping per worker, from tensor name to a digest of the loaded tensor."""
+    """Returns one mapping per worker, from tensor name to the xxh3-128 digest of the loaded part of
+    this tensor. It is the proof for a server on CPUs; `checksums` is the proof for any other.
+    """
+    ...
+
+  async def checksums(self, *, deadline_s: float) -> list[dict[str, str]]:
+    """Returns one mapping per worker, from tensor name to the checksum of the loaded part of this
+    tensor, as 16 hexadecimal digits. `weights.checksums` defines the checksum.
+    """
     ...
 
   async def set_version(self, publication: Publication) -> None:

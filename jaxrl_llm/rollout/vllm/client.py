@@ -403,8 +403,14 @@ class VllmClient:
     """
     return await self._rpc('jaxrl_weights')
 
+  async def checksums(self, *, deadline_s: float) -> list[dict[str, str]]:
+    """Returns one mapping per worker, from tensor name to the checksum of the loaded part."""
+    return await self._rpc('jaxrl_checksums', deadline_s=deadline_s)
+
   async def digests(self, *, deadline_s: float) -> list[dict[str, str]]:
-    """Returns one mapping per worker, from tensor name to the digest of the loaded tensor."""
+    """Returns one mapping per worker, from tensor name to the xxh3-128 digest of the loaded part,
+    which the server computes on its host.
+    """
     return await self._rpc('jaxrl_digests', deadline_s=deadline_s)
 
   async def _rpc(self, method: str, *, deadline_s: float = 60.0) -> list[Any]:

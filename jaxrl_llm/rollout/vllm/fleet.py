@@ -37,8 +37,8 @@ from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Requirements, 
 from jaxrl_llm.rollout.vllm.selftest import sampling_fault
 from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.vllm.stream import Answer, Broken
+from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.tables import entries
-from jaxrl_llm.weights.tensor_files import Slice
 
 _WATCH_S = 0.25
 """Seconds between checks of the owned servers' processes."""
@@ -403,7 +403,11 @@ class Fleet:
       loop = asyncio.get_running_loop()
       began = loop.time()
       publication = await self._run(
-        self._folder.write, weights.version, weights.leaves, slices=self._slices()
+        self._folder.write,
+        weights.version,
+        weights.leaves,
+        slices=self._slices(),
+        checksums=any(replica.slices and not replica.on_cpu for replica in self.replicas),
       )
       self._seconds['perf/publish_write_s'] = loop.time() - began
       before, self._current = self._current, _Current(publication, weights.probe)

@@ -17,7 +17,7 @@ import shutil
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
@@ -31,12 +31,13 @@ from jaxrl_llm.core.trees import unflatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.lora import is_adapter
 from jaxrl_llm.models.spec import LoraConfig, ModelSpec
+from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.deltas import Image, apply
 from jaxrl_llm.weights.layout import dtype_of, hf_parts
 from jaxrl_llm.weights.peft import WEIGHTS, export_adapter, to_peft
 from jaxrl_llm.weights.safetensors_files import writing
 from jaxrl_llm.weights.tables import entries
-from jaxrl_llm.weights.tensor_files import FileLayout, Slice, TensorWriter, write_at
+from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter, write_at
 
 FILE = 'weights.safetensors'
 DELTA = 'delta.safetensors'
@@ -60,6 +61,8 @@ class Delta:
   """xxh3-128 digest of each whole tensor after the changes, keyed by its name."""
   slices: Mapping[str, Mapping[Slice, str]]
   """Digests of slices after the changes; see `Publication.slices`."""
+  checksums: Mapping[str, Mapping[Slice | None, str]]
+  """Checksums after the changes; see `Publication.file_checksums`."""
 
   @property
   def label(self) -> str:
@@ -83,6 +86,11 @@ class Publication:
   slices: Mapping[str, Mapping[Slice, str]] = dataclasses.field(default_factory=dict)
   """xxh3-128 digests of slices of the tensors in the files, keyed by tensor name and slice. They
   cover the slices that servers hold.
+  """
+  file_checksums: Mapping[str, Mapping[Slice | None, str]] = dataclasses.field(default_factory=dict)
+  """Checksums (`weights.checksums`) of the tensors in the files and of their slices, as 16
+  hexadecimal digits, keyed by tensor name and slice. The key None has that of the whole tensor.
+  Empty if none were computed.
   """
   deltas: tuple[Delta, ...] = ()
   """Deltas that lead from the files to this version, in order; empty if the files contain it."""
@@ -119,6 +127,11 @@ class Publication:
     return self.deltas[-1].slices if self.deltas else self.slices
 
   @property
+  def checksums(self) -> Mapping[str, Mapping[Slice | None, str]]:
+    """Checksums of the version's tensors and slices; see `file_checksums`."""
+    return self.deltas[-1].checksums if self.deltas else self.file_checksums
+
+  @property
   def sent_bytes(self) -> int:
     """Size in bytes of the tensors that were written for this version: the last delta or, if there
     are no deltas, the whole weights. A server that holds the previous version needs nothing else.
@@ -144,6 +157,25 @@ class Publication:
 def _label(version: Version, digests: Mapping[str, str]) -> str:
   text = json.dumps(dict(digests), sort_keys=True).encode()
   return f'{version}-{xxhash.xxh3_64_hexdigest(text)}'
+
+
+class _Proof(NamedTuple):
+  """Values by which readers and servers recognise the tensors of a version."""
+
+  digests: Mapping[str, str]
+  """xxh3-128 digest of each tensor, keyed by its name."""
+  slices: Mapping[str, Mapping[Slice, str]]
+  """Digests of slices; see `Publication.slices`."""
+  checksums: Mapping[str, Mapping[Slice | None, str]]
+  """See `Publication.file_checksums`."""
+
+  @property
+  def of_slices(self) -> dict[str, list[list[Any]]]:
+    """Returns [axis, start, length, digest, checksum] of each slice, keyed by tensor name."""
+    return {
+      name: [[*cut, value, self.checksums.get(name, {}).get(cut)] for cut, value in cuts.items()]
+      for name, cuts in self.slices.items()
+    }
 
 
 class PublicationFolder:
@@ -194,6 +226,7 @@ class PublicationFolder:
     leaves: Iterable[tuple[str, np.ndarray]],
     *,
     slices: Mapping[str, Collection[Slice]] | None = None,
+    checksums: bool = False,
   ) -> Publication:
     """Publishes the arrays of a parameter tree, whose layers may be stacked or separate. Arrays are
     hashed and written while the next ones are being fetched, so only a few are in memory at a time.
@@ -205,28 +238,31 @@ class PublicationFolder:
         method returns.
       slices: slices that servers hold of each tensor, keyed by Hugging Face name. Their digests are
         computed during writing.
+      checksums: whether to compute checksums too, for servers that prove the loaded weights on an
+        accelerator.
 
     Raises:
       UserError: the arrays do not match the model.
       RunError: the file cannot be written.
     """
-    with writing(self.root), self._lock, TensorWriter(self._dtype, slices) as writer:
+    with writing(self.root), self._lock, self._writer(slices, checksums) as writer:
       if self._full_every > 1:
         return self._write_next(version, leaves, writer)
       with self._weights_file() as file:
         writer.open(file, self._layout)
-        digests, of_slices = self._write(writer, leaves)
-      return self._publish(version, digests, of_slices)
+        proof = self._write(writer, leaves)
+      return self._publish(version, proof)
 
-  def _write(
-    self, writer: TensorWriter, leaves: Iterable[tuple[str, np.ndarray]]
-  ) -> tuple[dict[str, str], dict[str, dict[Slice, str]]]:
-    """Writes the tensors. Returns (digests of the tensors, keyed by Hugging Face name in the order
-    of `FileLayout`; digests of their slices).
-    """
+  def _writer(
+    self, slices: Mapping[str, Collection[Slice]] | None, checksums: bool
+  ) -> TensorWriter:
+    return TensorWriter(self._dtype, slices, checksums=checksums)
+
+  def _write(self, writer: TensorWriter, leaves: Iterable[tuple[str, np.ndarray]]) -> _Proof:
+    """Writes the tensors. The order of the digests is that of `FileLayout`."""
     for entry, rows in hf_parts(leaves, self._spec):
       writer.add(entry.hf, rows, whole=rows.shape == entry.shape)
-    return writer.finish(), writer.slice_digests()
+    return _Proof(writer.finish(), writer.slice_digests(), writer.checksums())
 
   @contextlib.contextmanager
   def _weights_file(self) -> Iterator[BinaryIO]:
@@ -245,21 +281,27 @@ class PublicationFolder:
   def _publish(
     self,
     version: Version,
-    digests: Mapping[str, str],
-    slices: Mapping[str, Mapping[Slice, str]],
+    proof: _Proof,
     changed_fraction: float | None = None,
   ) -> Publication:
     """Makes a finished weights file visible."""
     publication = Publication(
       version=version,
       directory=self.root / str(version),
-      files={FILE: digests},
+      files={FILE: proof.digests},
       nbytes=self._layout.nbytes,
-      slices=slices,
-      files_label=_label(version, digests) if self._full_every > 1 else None,
+      slices=proof.slices,
+      file_checksums=proof.checksums,
+      files_label=_label(version, proof.digests) if self._full_every > 1 else None,
       changed_fraction=changed_fraction,
     )
-    manifest = {'version': str(version), 'dtype': self._dtype, 'files': publication.files}
+    manifest = {
+      'version': str(version),
+      'dtype': self._dtype,
+      'files': publication.files,
+      'checksums': {name: values[None] for name, values in proof.checksums.items()},
+      'slices': proof.of_slices,
+    }
     self._reveal(self.root / 'unfinished', publication.directory, manifest)
     return publication
 
@@ -290,20 +332,21 @@ class PublicationFolder:
     )
     self._image.begin(compare=before is not None, collect=not is_due)
     writer.pass_to(self._image, self._layout)
-    digests, slices = self._write(writer, leaves)
+    proof = self._write(writer, leaves)
     fraction = None
     if before is not None:
       fraction = self._image.changed / (self._layout.nbytes // dtype_of(self._dtype).itemsize)
     if is_due or not self._image.is_smaller:
-      self._newest = self._write_image(version, digests, slices, fraction)
+      self._newest = self._write_image(version, proof, fraction)
     else:
-      delta = self._write_delta(version, before, digests, slices)
+      delta = self._write_delta(version, before, proof)
       self._newest = Publication(
         version=version,
         directory=before.directory,
         files=before.files,
         nbytes=before.nbytes,
         slices=before.slices,
+        file_checksums=before.file_checksums,
         deltas=(*before.deltas, delta),
         files_label=before.files_label,
         changed_fraction=fraction,
@@ -314,22 +357,15 @@ class PublicationFolder:
   def _write_image(
     self,
     version: Version,
-    digests: Mapping[str, str],
-    slices: Mapping[str, Mapping[Slice, str]],
+    proof: _Proof,
     changed_fraction: float | None = None,
   ) -> Publication:
     with self._weights_file() as file:
       write_at(file.fileno(), memoryview(self._image.bytes), 0)
       file.truncate(self._layout.size)
-    return self._publish(version, digests, slices, changed_fraction)
+    return self._publish(version, proof, changed_fraction)
 
-  def _write_delta(
-    self,
-    version: Version,
-    before: Publication,
-    digests: Mapping[str, str],
-    slices: Mapping[str, Mapping[Slice, str]],
-  ) -> Delta:
+  def _write_delta(self, version: Version, before: Publication, proof: _Proof) -> Delta:
     directory, unfinished = self.root / f'delta-{version}', self.root / 'unfinished-delta'
     unfinished.mkdir(exist_ok=True)
     arrays = dict(self._image.arrays())
@@ -341,11 +377,12 @@ class PublicationFolder:
       directory=directory,
       files={DELTA: {name: digest(array) for name, array in arrays.items()}},
       nbytes=self._image.nbytes,
-      digests=digests,
-      slices=slices,
+      digests=proof.digests,
+      slices=proof.slices,
+      checksums=proof.checksums,
     )
     manifest = {'version': str(version), 'before': delta.before, 'files': delta.files}
-    self._reveal(unfinished, directory, {**manifest, 'digests': digests})
+    self._reveal(unfinished, directory, {**manifest, 'digests': proof.digests})
     return delta
 
   def write_whole(self, publication: Publication) -> Publication:
@@ -361,10 +398,9 @@ class PublicationFolder:
       if newest is None or newest.label != publication.label:
         raise ValueError(f'version {publication.version} is no longer the newest')
       if newest.deltas:
-        digests, slices = newest.digests, newest.slice_digests
-        fraction = newest.changed_fraction
+        proof = _Proof(newest.digests, newest.slice_digests, newest.checksums)
         self._newest = None
-        self._newest = self._write_image(newest.version, digests, slices, fraction)
+        self._newest = self._write_image(newest.version, proof, newest.changed_fraction)
       return self._newest
 
   def keep_only(self, *publications: Publication) -> None:
@@ -412,8 +448,10 @@ class AdapterFolder(PublicationFolder):
     leaves: Iterable[tuple[str, np.ndarray]],
     *,
     slices: Mapping[str, Collection[Slice]] | None = None,
+    checksums: bool = False,
   ) -> Publication:
-    """Publishes an adapter version. `slices` refers to the base weights. The first call takes the
+    """Publishes an adapter version. `slices` and `checksums` refer to the base
+    weights. The first call takes the
     arrays of the base weights and of the adapter; later calls take only the adapter's arrays.
     """
     parts: dict[str, list[np.ndarray]] = {}
@@ -426,7 +464,7 @@ class AdapterFolder(PublicationFolder):
           yield name, leaf
 
     if self._base is None:
-      self._base = super().write(version, base_leaves(), slices=slices)
+      self._base = super().write(version, base_leaves(), slices=slices, checksums=checksums)
     elif (other := next(base_leaves(), None)) is not None:
       raise UserError(
         f'{other[0]}: not a parameter of an adapter, and only adapters are published; {_ANOTHER}'
@@ -474,14 +512,11 @@ def digest(array: Shaped[np.ndarray, '...']) -> str:
   )
 
 
-def part(array: Shaped[np.ndarray, '...'], tensor: Mapping[str, Any]) -> Shaped[np.ndarray, '...']:
-  """Returns a worker's slice of a whole tensor. `tensor` is the worker's description of the slice,
-  as in `Replica.slices`.
-  """
-  if tensor['slice'] is None:
+def part(array: Shaped[np.ndarray, '...'], cut: Slice | None) -> Shaped[np.ndarray, '...']:
+  """Returns a slice of a tensor, or the whole tensor if `cut` is None."""
+  if cut is None:
     return array
-  axis, start = tensor['slice']
-  return array.take(range(start, start + tensor['shape'][axis]), axis)
+  return array.take(range(cut.start, cut.start + cut.length), cut.axis)
 
 
 def read_checked(

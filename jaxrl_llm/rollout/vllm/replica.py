@@ -1,8 +1,8 @@
 """One server of a fleet, and the transaction that updates it from one version to the next.
 
-Invariant: a version is added to `proven` only after the digests of the loaded weights matched the
-published ones and, if there is a probe, the server reproduced its logprobs. Tokens of other
-versions must not be used.
+Invariant: a version is added to `proven` only after the digests or checksums of the loaded weights
+matched the published ones and, if there is a probe, the server reproduced its logprobs. Tokens of
+other versions must not be used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from jaxrl_llm.rollout.vllm.publication import Publication, digest, part, read_p
 from jaxrl_llm.rollout.vllm.server import SPECULATION, lora_rank
 from jaxrl_llm.rollout.vllm.stream import Arrivals
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer, Transfer
-from jaxrl_llm.weights.tensor_files import Slice
+from jaxrl_llm.weights.checksums import Slice
+from jaxrl_llm.weights.checksums import checksums as tensor_checksums
 
 
 class ReplicaState(enum.Enum):
@@ -101,8 +102,8 @@ class Replica:
     self.label: str | None = None
     """Label of tokens sampled under `version`."""
     self.holds: str | None = None
-    """Label of the whole weights (as opposed to adapters) that the server has loaded and whose
-    digests were verified.
+    """Label of the whole weights (as opposed to adapters) that the server has loaded, with
+    proof.
     """
     self.proven: set[Version] = set()
     self.life = 0
@@ -271,11 +272,11 @@ class Replica:
   ) -> None:
     """Updates the server to a published version.
 
-    Steps: pause the server, verify the files, write the weights, check the digests of the loaded
-    weights, label the version, clear the cache (unless running requests keep it), resume, and check
-    the probe. On CPUs, an adapter is probed only after the requests in flight have ended (each has
-    a deadline), because vLLM 0.32's adapter kernel for CPUs crashed when it batched prompt logprobs
-    with other requests.
+    Steps: pause the server, verify the files, write the weights, compare the digests or checksums
+    of the loaded weights, label the version, clear the cache (unless running requests keep it),
+    resume, and check the probe. On CPUs, an adapter is probed only after the requests in flight
+    have ended (each has a deadline), because vLLM 0.32's adapter kernel for CPUs crashed when it
+    batched prompt logprobs with other requests.
 
     Raises:
       Refused: the files are not those announced, or do not fit the model. Nothing was written, and
@@ -333,8 +334,10 @@ class Replica:
   async def _label(self, publication: Publication, deadline_s: float) -> None:
     whole = publication.base or publication
     if whole is publication or whole.label != self.holds:
-      digests = await self.client.digests(deadline_s=deadline_s)
-      await asyncio.to_thread(self._check_digests, digests, whole)
+      # On a CPU, digests are faster than checksums, and the parameters are on the host anyway.
+      prove = self.client.digests if self.on_cpu else self.client.checksums
+      loaded = await prove(deadline_s=deadline_s)
+      await asyncio.to_thread(self._check_loaded, loaded, whole)
       self.holds = whole.label
     await self.client.set_version(publication)
     if self._keeps_cache:
@@ -344,14 +347,14 @@ class Replica:
       await self.client.reset_cache()
     await self.client.resume()
 
-  def _check_digests(self, digests: list[dict[str, str]], publication: Publication) -> None:
-    if len(digests) != len(self.slices):
+  def _check_loaded(self, workers: list[dict[str, str]], publication: Publication) -> None:
+    if len(workers) != len(self.slices):
       raise Unproven(
-        f'engine {self.name}: {len(digests)} workers answered, wanted {len(self.slices)} as at the '
-        'start'
+        f'engine {self.name}: {len(workers)} workers answered, wanted {len(self.slices)} as '
+        'at the start'
       )
-    for worker, (loaded, slices) in enumerate(zip(digests, self.slices)):
-      wanted = _expected(publication, slices)
+    for worker, (loaded, slices) in enumerate(zip(workers, self.slices)):
+      wanted = _expected(publication, slices, checksums=not self.on_cpu)
       differing = sorted(
         name for name in wanted.keys() | loaded.keys() if wanted.get(name) != loaded.get(name)
       )
@@ -501,25 +504,33 @@ def slice_of(tensor: Mapping[str, Any]) -> Slice | None:
   return Slice(axis, start, tensor['shape'][axis])
 
 
-def _expected(publication: Publication, slices: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the digests that a worker's tensors must have, keyed by tensor name. For a worker that
-  was unknown when the publication was written, they are computed from the files.
+def _expected(
+  publication: Publication, slices: Mapping[str, Any], *, checksums: bool
+) -> dict[str, str]:
+  """Returns the digests (or checksums) that a worker's tensors must have, keyed by tensor name. For
+  a worker that was unknown when the publication was written, they are computed from the files.
   """
-  if all(tensor['slice'] is None for tensor in slices.values()):
-    return publication.digests
-  wanted = {
-    name: (whole, slice_of(slices[name]))
-    for name, whole in publication.digests.items()
-    if name in slices
-  }
-  known = {
-    name: whole if cut is None else publication.slice_digests.get(name, {}).get(cut)
-    for name, (whole, cut) in wanted.items()
-  }
+  cuts = {name: slice_of(slices[name]) for name in publication.digests if name in slices}
+  known = {name: _published(publication, name, cut, checksums) for name, cut in cuts.items()}
   if all(value is not None for value in known.values()):
     return known
   try:
     tensors = read_published(publication)
   except ValueError as error:  # The publication may have been released meanwhile.
     raise Lost(str(error)) from None
-  return {name: digest(part(tensors[name], slices[name])) for name in wanted}
+  if checksums:
+    return {
+      name: tensor_checksums(tensors[name], [cut] if cut else [])[cut] for name, cut in cuts.items()
+    }
+  return {name: digest(part(tensors[name], cut)) for name, cut in cuts.items()}
+
+
+def _published(
+  publication: Publication, name: str, cut: Slice | None, checksums: bool
+) -> str | None:
+  """Returns the published digest (or checksum) of a tensor or a slice of it, None if unknown."""
+  if checksums:
+    return publication.checksums.get(name, {}).get(cut)
+  if cut is None:
+    return publication.digests[name]
+  return publication.slice_digests.get(name, {}).get(cut)

@@ -2,8 +2,8 @@
 loaded weights.
 
 Invariants: a worker writes no parameter until it has read everything that it will load (whole
-tensors, or its slices of them) and the digests match the trainer's. Reported digests are computed
-from the live parameters, not from the files.
+tensors, or its slices of them) and the digests match the trainer's. Reported checksums are computed
+from the live parameters on their device, not from the files.
 
 vLLM imports this module in its own environment, through the option `--worker-extension-cls
 jaxrl_llm_worker.Worker` (see `rollout.vllm.server`). The module imports nothing from jaxrl_llm.
@@ -132,6 +132,69 @@ def digest(tensor: torch.Tensor) -> str:
   """Returns the xxh3-128 digest of a tensor's bytes in C order."""
   data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
   return xxhash.xxh3_128_hexdigest(data.numpy())
+
+
+def checksum(view: View) -> str:
+  """Returns the checksum of the live elements of a view, as 16 hexadecimal digits. It is the
+  function that `jaxrl_llm.weights.checksums` defines, with positions in the whole tensor, and is
+  computed on the tensor's device with memory for a few blocks. torch's int64 wraps around like an
+  integer modulo 2^64.
+  """
+  tensor = view.tensor.detach()
+  if tensor.numel() == 0:
+    return f'{0:016x}'
+  dim, start = (0, 0) if view.dim is None else (view.dim, view.start)
+  matrix = tensor if tensor.dim() > 1 else tensor.reshape(-1, 1)
+  lines, width = matrix.shape[:-1], matrix.shape[-1]
+  each = max(1, tensor.element_size() // 4)  # Words per element.
+  first = start if dim == len(lines) else 0
+  columns = _odd(
+    torch.arange(first * each, (first + width) * each, device=tensor.device) + _COLUMNS
+  )
+  # The line of an element in the whole tensor, as the other axes before the last one count.
+  numbers = torch.zeros(lines, dtype=torch.int64, device=tensor.device)
+  whole = [view.length or n if axis == view.dim else n for axis, n in enumerate(lines)]
+  for axis, n in enumerate(lines):
+    index = torch.arange(n, device=tensor.device) + (start if axis == dim else 0)
+    stride = math.prod(whole[axis + 1 :])
+    numbers += (index * stride).reshape([-1 if other == axis else 1 for other in range(len(lines))])
+  total = 0
+  step = max(1, _CHECKED // max(1, math.prod(matrix.shape[1:])))
+  for at in range(0, len(matrix), step):
+    words = _words(matrix[at : at + step].reshape(-1, width))
+    of_lines = (words * columns).sum(1)
+    total += int((of_lines * _odd(numbers[at : at + step].reshape(-1))).sum())
+  return f'{total % (1 << 64):016x}'
+
+
+_COLUMNS = 1 << 62
+_CHECKED = 1 << 22
+"""Number of elements whose words are in memory at a time, as integers of 8 bytes."""
+
+
+def _signed(value: int) -> int:
+  """Returns the int64 with the same bits as an unsigned integer."""
+  return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+  """Shifts the bits of int64 to the right like those of an unsigned integer."""
+  return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _odd(numbers: torch.Tensor) -> torch.Tensor:
+  """Returns odd(n) of each number; see `jaxrl_llm.weights.checksums`."""
+  z = (numbers + 1) * _signed(0x9E3779B97F4A7C15)
+  z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+  z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+  return (z ^ _shifted(z, 31)) | 1
+
+
+def _words(matrix: torch.Tensor) -> torch.Tensor:
+  """Returns the words of a matrix as int64; see `jaxrl_llm.weights.checksums`."""
+  size = min(matrix.element_size(), 4)
+  words = matrix.contiguous().view(_INTEGERS[size]).to(torch.int64) & ((1 << (8 * size)) - 1)
+  return words ^ (words >> 16) if size == 4 else words
 
 
 def read_checked(
@@ -382,8 +445,14 @@ class Worker:
     return config.max_lora_rank if config is not None and allowed else 0
 
   def jaxrl_digests(self) -> dict[str, str]:
-    """Returns the digests of the live parameters, keyed by Hugging Face name."""
+    """Returns the digests of the live parameters, keyed by Hugging Face name. They are computed on
+    the host, so they are the proof of an update only where the parameters are there.
+    """
     return {name: digest(view.tensor) for name, view in hf_views(self.model_runner.model).items()}
+
+  def jaxrl_checksums(self) -> dict[str, str]:
+    """Returns the checksums of the live parameters, keyed by Hugging Face name."""
+    return {name: checksum(view) for name, view in hf_views(self.model_runner.model).items()}
 
 
 def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:

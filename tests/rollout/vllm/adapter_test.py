@@ -25,9 +25,10 @@ from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import LoraConfig, ModelOptions
 from jaxrl_llm.rollout.api import Probe, Request
 from jaxrl_llm.rollout.vllm.client import VllmClient
-from jaxrl_llm.rollout.vllm.publication import FILE, AdapterFolder, read_checked
+from jaxrl_llm.rollout.vllm.publication import AdapterFolder, read_checked
 from jaxrl_llm.rollout.vllm.replica import Replica, Unproven
 from jaxrl_llm.rollout.vllm.server import lora_rank
+from jaxrl_llm.weights.checksums import checksums
 from jaxrl_llm.weights.peft import WEIGHTS
 from jaxrl_llm.weights.tables import entries
 
@@ -148,12 +149,12 @@ class Server:
 
   def _update(self, directory, files, adapter=None):
     try:
-      read_checked(files, directory)
+      arrays = read_checked(files, directory)
     except ValueError as error:
       return web.json_response({'error': {'message': str(error)}}, status=500)
     self.log.append(f'look at {adapter}' if adapter else 'base')
     if not adapter:
-      self.held = files[FILE]
+      self.held = {name: checksums(array)[None] for name, array in arrays.items()}
     return web.json_response({})
 
   def _adapter(self, path, lora_name, lora_path=None, load_inplace=None):

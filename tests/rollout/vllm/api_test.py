@@ -20,6 +20,7 @@ from jaxrl_llm.rollout.vllm.publication import digest, read_checked
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
 from jaxrl_llm.rollout.vllm.server import OwnedServer
 from jaxrl_llm.rollout.vllm.transfer import Transfer
+from jaxrl_llm.weights.checksums import checksums
 from jaxrl_llm.weights.layout import from_hf
 from jaxrl_llm.weights.tables import entries
 
@@ -107,6 +108,9 @@ class EmbeddedServer:
 
   async def digests(self, *, deadline_s):
     return [{name: digest(tensor) for name, tensor in self.tensors.items()}]
+
+  async def checksums(self, *, deadline_s):
+    return [{name: checksums(tensor)[None] for name, tensor in self.tensors.items()}]
 
   async def set_version(self, publication):
     self._label = publication.label

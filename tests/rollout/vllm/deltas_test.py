@@ -40,8 +40,8 @@ from jaxrl_llm.rollout.vllm.publication import (
 )
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.weights.checksums import Slice, checksums
 from jaxrl_llm.weights.tables import entries
-from jaxrl_llm.weights.tensor_files import Slice
 
 SPEC = MODEL.spec
 EMBEDDING = 'model.embed_tokens.weight'
@@ -398,6 +398,9 @@ class Halves:
 
   async def digests(self, *, deadline_s):
     return [digests_of(1)] * 2
+
+  async def checksums(self, *, deadline_s):
+    return [{name: checksums(tensor)[None] for name, tensor in near(1).items()}] * 2
 
 
 def test_a_server_whose_workers_disagree_about_a_delta_stays_paused_until_whole_weights(tmp_path):

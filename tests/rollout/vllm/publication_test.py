@@ -2,6 +2,7 @@
 the writer.
 """
 
+import json
 import os
 import pathlib
 import subprocess
@@ -26,10 +27,10 @@ from jaxrl_llm.rollout.vllm.publication import (
   read_checked,
 )
 from jaxrl_llm.weights import tensor_files
+from jaxrl_llm.weights.checksums import Slice, checksums
 from jaxrl_llm.weights.hf import write_config
 from jaxrl_llm.weights.layout import DTYPES, to_hf
 from jaxrl_llm.weights.tables import entries
-from jaxrl_llm.weights.tensor_files import Slice
 
 MODELS = [(family, tied) for family in FAMILIES for tied in (True, False)]
 V1, V2, V3 = (Version(0, step) for step in (1, 2, 3))
@@ -120,7 +121,9 @@ def test_digests_of_slices_are_those_of_what_a_worker_holds(tmp_path, monkeypatc
     for name, leaf in leaves.items()
     for at in range(0, len(leaf), rows)
   )
-  publication = PublicationFolder(tmp_path / 'w', spec, dtype=dtype).write(V1, parts, slices=slices)
+  publication = PublicationFolder(tmp_path / 'w', spec, dtype=dtype).write(
+    V1, parts, slices=slices, checksums=True
+  )
   tensors = load_file(publication.directory / FILE)
   assert publication.slices == {
     name: {
@@ -130,6 +133,16 @@ def test_digests_of_slices_are_those_of_what_a_worker_holds(tmp_path, monkeypatc
     for name, cuts in slices.items()
   }
   assert publication.digests == {name: digest(tensor) for name, tensor in tensors.items()}
+  assert publication.checksums == {
+    name: checksums(tensor, slices.get(name, ())) for name, tensor in tensors.items()
+  }
+  manifest = json.loads((publication.directory / 'manifest.json').read_text())
+  assert manifest['checksums']['model.norm.weight'] == checksums(tensors['model.norm.weight'])[None]
+  cut = Slice(0, 4, 8)
+  (described,) = manifest['slices']['model.norm.weight']
+  assert described[:3] == [*cut]
+  assert described[3] == publication.slices['model.norm.weight'][cut]
+  assert described[4] == publication.checksums['model.norm.weight'][cut]
 
 
 def test_a_digest_is_of_bytes_in_c_order():
@@ -329,7 +342,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder, read_checked
 from jaxrl_llm.weights.tables import entries
-from jaxrl_llm.weights.tensor_files import Slice
+from jaxrl_llm.weights.checksums import Slice
 
 root = pathlib.Path(sys.argv[1])
 spec = tiny('qwen3', 11, hidden_size=16, intermediate_size=24, head_dim=8)

@@ -20,8 +20,8 @@ from jaxrl_llm.rollout.vllm.publication import (
 )
 from jaxrl_llm.rollout.vllm.replica import Replica, Requirements, slice_of
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer
+from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.tables import entries
-from jaxrl_llm.weights.tensor_files import Slice
 
 BASE = Publication(version=Version(0, 0), directory=pathlib.Path('base'), files={}, nbytes=0)
 ADAPTER = Publication(
@@ -75,6 +75,11 @@ class Server:
     return np.zeros(len(tokens), np.float32)
 
   async def digests(self, *, deadline_s):
+    self.calls.append('digests')
+    return [{}]
+
+  async def checksums(self, *, deadline_s):
+    self.calls.append('checksums')
     return [{}]
 
   async def send(self, client, publication, *, deadline_s):
@@ -119,11 +124,11 @@ async def begun(publication: Publication, *, device: str = 'cpu'):
 def test_adapters_are_probed_when_no_request_is_in_flight():
   async def main():
     server, replica, requests, take = await begun(ADAPTER)
-    assert server.calls == ['send 0.0', 'send 0.1', 'resume'] and not take.done()
+    assert server.calls == ['send 0.0', 'send 0.1', 'digests', 'resume'] and not take.done()
     requests[0].cancel()  # A request that is given up counts no longer.
     server.may_end.set()
     await take
-    assert server.calls[3:] == ['probe beside 0'] and replica.proven == {ADAPTER.version}
+    assert server.calls[4:] == ['probe beside 0'] and replica.proven == {ADAPTER.version}
     assert await requests[1] is COMPLETION
 
   asyncio.run(main())
@@ -134,7 +139,8 @@ def test_whole_weights_and_those_on_other_devices_are_probed_beside_them(publica
   async def main():
     server, replica, requests, take = await begun(publication, device=device)
     await take
-    assert server.calls[-2:] == ['resume', 'probe beside 2'] and replica.proven == {
+    proof = 'checksums' if device == 'cuda' else 'digests'
+    assert server.calls[-3:] == [proof, 'resume', 'probe beside 2'] and replica.proven == {
       publication.version
     }
     server.may_end.set()
@@ -169,15 +175,19 @@ def test_a_workers_digests_are_known_from_the_writing_and_read_only_for_a_new_wo
   }
   cuts = {name: {cut} for name, tensor in halves.items() if (cut := slice_of(tensor)) is not None}
   folder = PublicationFolder(tmp_path / 'w', spec, dtype='float32')
-  known = folder.write(Version(0, 1), leaves, slices=cuts)
+  known = folder.write(Version(0, 1), leaves, slices=cuts, checksums=True)
   unknown = folder.write(Version(0, 2), leaves)
   read = []
   monkeypatch.setattr(
     replica, 'read_published', lambda *args: read.append(args) or read_published(*args)
   )
-  wanted = replica._expected(known, halves)
-  assert len(wanted) == len(halves) and not read
-  assert replica._expected(unknown, halves) == wanted and len(read) == 1
+  for checksums in (False, True):
+    wanted = replica._expected(known, halves, checksums=checksums)
+    assert len(wanted) == len(halves) and not read
+    assert replica._expected(unknown, halves, checksums=checksums) == wanted
+    assert {len(value) for value in wanted.values()} == {16 if checksums else 32}
+    assert len(read) == 1
+    read.clear()
 
 
 def test_workers_are_told_the_digests_of_slices_if_there_are_any(tmp_path):

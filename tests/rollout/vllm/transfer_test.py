@@ -38,6 +38,7 @@ from jaxrl_llm.rollout.vllm.transfer import (
   Transfer,
   build_transfer,
 )
+from jaxrl_llm.weights.checksums import checksums
 
 pytestmark = pytest.mark.full
 
@@ -267,7 +268,9 @@ class Recorder:
   def _rpc(self, body):
     if body['method'] == 'jaxrl_weights':
       return {'results': [{'tensors': worker} for worker in self.workers]}
-    return {'results': [{name: digest(array) for name, array in load_file(self.sent).items()}]}
+    proof = {'jaxrl_digests': digest, 'jaxrl_checksums': lambda array: checksums(array)[None]}
+    value = proof[body['method']]
+    return {'results': [{name: value(array) for name, array in load_file(self.sent).items()}]}
 
 
 def held(tensors):

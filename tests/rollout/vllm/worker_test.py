@@ -17,6 +17,9 @@ import safetensors.numpy
 from paths import ROOT
 
 from jaxrl_llm.rollout.vllm import publication
+from jaxrl_llm.rollout.vllm.replica import slice_of
+from jaxrl_llm.weights import checksums
+from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.deltas import Image
 from jaxrl_llm.weights.tensor_files import FileLayout
 
@@ -344,7 +347,7 @@ def test_what_a_rank_tells_of_its_slices_is_where_its_digests_come_from():
       False,
       'processed_logprobs',
     )
-    wanted = {}
+    wanted, proof = {}, {}
     for name, held in answer['tensors'].items():
       part = whole[name].numpy()
       if held['slice'] is not None:
@@ -352,7 +355,10 @@ def test_what_a_rank_tells_of_its_slices_is_where_its_digests_come_from():
         part = part.take(range(start, start + held['shape'][axis]), axis)
       assert (list(part.shape), part.dtype.name) == (held['shape'], held['dtype'])
       wanted[name] = publication.digest(part)
+      cut = slice_of(held)
+      proof[name] = checksums.checksums(whole[name].numpy(), [cut] if cut else ())[cut]
     assert told(model).jaxrl_digests() == wanted
+    assert told(model).jaxrl_checksums() == proof
   assert answer['tensors']['model.layers.0.self_attn.k_proj.weight']['slice'] == [0, 0]
   assert answer['tensors']['model.layers.0.self_attn.q_proj.weight']['slice'] == [0, 6]
   assert answer['tensors']['model.layers.0.mlp.down_proj.weight']['slice'] == [1, 9]
@@ -427,9 +433,13 @@ def test_slices_of_another_shape_or_dtype_are_not_loaded(published):
 def test_digests_are_of_what_is_live():
   model, whole = model_of(), whole_of()
   worker.load(worker.hf_views(model), whole)
-  before = told(model).jaxrl_digests()
+  before, proof = told(model).jaxrl_digests(), told(model).jaxrl_checksums()
   model.get_parameter('model.layers.0.self_attn.qkv_proj.weight')[-1, -1] += 1
   after = told(model).jaxrl_digests()
+  proven = told(model).jaxrl_checksums()
+  assert {name for name in proof if proof[name] != proven[name]} == {
+    name for name in before if before[name] != after[name]
+  }
   assert {name for name in before if before[name] != after[name]} == {
     'model.layers.0.self_attn.v_proj.weight'
   }
@@ -522,6 +532,27 @@ def test_digests_are_the_trainers(dtype):
   assert found == [publication.digest(np.array(as_numpy(part))) for part in parts]
   assert len(set(found)) == len(parts)
   assert worker.digest(torch.nn.Parameter(tensor)) == found[0]
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16', 'float64'])
+@pytest.mark.parametrize('checked', [1, 7, 1 << 20])
+def test_checksums_are_the_trainers_wherever_a_slice_lies(monkeypatch, dtype, checked):
+  """Of whole tensors and slices, in blocks, and of parts of a fused parameter's memory."""
+  monkeypatch.setattr(worker, '_CHECKED', checked)
+  generator = torch.Generator().manual_seed(1)
+  for shape in ((), (5,), (6, 10), (3, 4, 5)):
+    tensor = torch.randn(shape, generator=generator).to(getattr(torch, dtype))
+    array = np.array(as_numpy(tensor))
+    cuts = [Slice(axis, 1, n - 2) for axis, n in enumerate(shape)]
+    wanted = checksums.checksums(array, cuts)
+    assert worker.checksum(worker.View(tensor)) == wanted[None]
+    for cut in cuts:
+      part = tensor.narrow(*cut)
+      view = worker.View(part, cut.axis, cut.start, shape[cut.axis])
+      assert worker.checksum(view) == wanted[cut] != wanted[None]
+      empty = worker.View(part.narrow(cut.axis, 0, 0), cut.axis, cut.start, shape[cut.axis])
+      assert worker.checksum(empty) == '0' * 16
+    assert len(set(wanted.values())) == len(wanted)
 
 
 def announce(folder, tensors, file='weights.safetensors'):

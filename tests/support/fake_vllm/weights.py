@@ -12,6 +12,7 @@ import numpy as np
 
 from fake_vllm.core import Core
 from jaxrl_llm.rollout.vllm.publication import digest, read_checked
+from jaxrl_llm.weights.checksums import checksums
 from jaxrl_llm.weights.deltas import apply
 
 
@@ -64,6 +65,10 @@ class Worker:
     if method == 'jaxrl_digests':
       return await asyncio.to_thread(
         lambda: {name: digest(tensor) for name, tensor in held.items()}
+      )
+    if method == 'jaxrl_checksums':
+      return await asyncio.to_thread(
+        lambda: {name: checksums(tensor)[None] for name, tensor in held.items()}
       )
     if method == 'jaxrl_weights':
       tensors = {
