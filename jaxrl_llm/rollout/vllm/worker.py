@@ -168,7 +168,7 @@ def checksum(view: View) -> str:
 
 
 _COLUMNS = 1 << 62
-_CHECKED = 1 << 22
+_CHECKED = 1 << 20
 """Number of elements whose words are in memory at a time, as integers of 8 bytes."""
 
 
