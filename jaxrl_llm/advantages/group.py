@@ -16,8 +16,8 @@ _Rewards = Float64[np.ndarray, 'members']
 
 class GroupAdvantages(NamedTuple):
   advantages: Float64[np.ndarray, 'samples']
-  """Advantage of each sample. It is 0 for a sample that is unscorable or the only scored one of its
-  group, and for all samples of a group with equal rewards.
+  """Advantage of each sample. It is 0 for a sample that is unscorable or the only scored sample of
+  its group, and for all samples of a group with equal rewards.
   """
   scored: Bool[np.ndarray, 'samples']
   """False for unscorable samples (reward None), which enter neither a baseline nor the loss."""

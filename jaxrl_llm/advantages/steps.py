@@ -44,8 +44,8 @@ def step_credit(
               of the steps of the same group that start from the same state.
 
   Source of 'gigpo': GiGPO (arXiv:2505.10978), eq. 3 to 8. 'step' takes the step index as a proxy
-  for the state. The estimators of `advantages.group` return 0 for a step that is compared with no
-  other.
+  for the state. The estimators of `advantages.group` return 0 for a step without other steps to
+  compare it with.
 
   In the result, `groups` and `zero_std_groups` count groups or, with 'step', pairs of a group and a
   step index. If any row of a trajectory is unscorable, all of its rows count as unscorable.

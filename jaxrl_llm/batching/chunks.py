@@ -54,8 +54,9 @@ class Chunks:
   label: Float[Leaf, '*micro chunks segments']
   """Role of the segment in its pair: 1 for chosen, -1 for rejected, 0 if it is in no pair."""
   seen_until: Int[Leaf, '*micro chunks time'] | None = None
-  """Number of the last segment of the chunk that sees the token; 0 for padding. Segments are in
-  depth-first order, see `ops.places.Places`. None if sequences do not share prefixes.
+  """Number of the last segment of the chunk whose tokens attend to this token; 0 for padding.
+  Segments are in depth-first order, see `ops.places.Places`. None if sequences do not share
+  prefixes.
   """
 
   @property

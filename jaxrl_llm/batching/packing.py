@@ -206,8 +206,8 @@ class _RankBins:
         self._put(row, lengths[row], chunk)
 
   def _fit_unit(self, wanted: list[int], rows: Sequence[int]) -> list[int]:
-    """Returns the chunk of each row of a unit. All are in the fullest micro-batch that has room for
-    the unit, or in a new micro-batch if none has.
+    """Returns the chunk of each row of a unit. All chunks are in the fullest micro-batch that has
+    room for the unit, or in a new micro-batch if no micro-batch has room.
     """
     first = range(0, len(self.used), self.chunks)
     free = {c: [self.chunk_len - n for n in self.used[c : c + self.chunks]] for c in first}

@@ -49,7 +49,9 @@ class Row:
   """Reward; None if the sequence is unscorable or is not a rollout."""
   is_expert: bool
   truncated: bool
-  """Whether the length limit ended the sequence."""
+  """Whether a limit on tokens or steps ended the row's trajectory; False if the row is not a
+  rollout.
+  """
   version_step: int | None
   """Step of the oldest policy version that sampled any of the row's tokens in the loss. None if
   this run sampled none of them.
@@ -94,8 +96,8 @@ class Row:
     return ('pair', self.pair) if self.pair else ('group', self.group)
 
   def to_json(self) -> dict[str, Json]:
-    # Not `dataclasses.asdict`: with a tiny model, its recursive copies of all rows would take as
-    # long as the training step.
+    # `dataclasses.asdict` is not used, because with a tiny model its recursive copies of all rows
+    # would take as long as the training step.
     row = {**vars(self), 'turn_rewards': [*self.turn_rewards]}
     return row | {name: placeholder for name, placeholder in _ABSENT.items() if row[name] is None}
 
@@ -347,14 +349,14 @@ def pack_step(plan: StepPlan, number: int, shape: Shape) -> Packing:
 
 
 def _families(rows: Sequence[Row], numbers: Sequence[int]) -> list[list[Branch]]:
-  """Returns the families of an optimizer step, as `pack_trees` takes them. A branch's `row` is an
-  index in `numbers`, the numbers of the step's rows.
+  """Returns the families of an optimizer step, in the form that `pack_trees` takes. A branch's
+  `row` is an index in `numbers`, the numbers of the step's rows.
   """
   index = {number: i for i, number in enumerate(numbers)}
   families: dict[tuple[str, str], list[Branch]] = {}
   # In the sorted family, rows of other optimizer steps may lie between two neighbours of this step.
-  # The neighbours' common prefix is then the shortest `common` of all rows after the first of them,
-  # up to the second.
+  # The neighbours' common prefix is then the shortest `common` of all rows after the first
+  # neighbour, up to and including the second neighbour.
   shortest: dict[tuple[str, str], float] = {}
   for number in sorted(range(len(rows)), key=lambda number: rows[number].place):
     row = rows[number]

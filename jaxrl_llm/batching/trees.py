@@ -166,8 +166,8 @@ def _by_row(packing: Packing, trees: Sequence[Sequence[Branch]], lengths: Sequen
 
 
 def seen_until(packing: Packing) -> list[Int32[np.ndarray, '_']]:
-  """Returns, for each stored token of each row, the number of the last segment that sees it; see
-  `ops.places.Places`. The result has one array `[length]` per row.
+  """Returns, for each stored token of each row, the number of the last segment whose tokens attend
+  to it; see `ops.places.Places`. The result has one array `[length]` per row.
   """
   order = np.lexsort((packing.offset, packing.chunk, packing.micro_batch)).tolist()
   first, results = packing.first.tolist(), {}

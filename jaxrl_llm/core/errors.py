@@ -9,7 +9,7 @@ _MAX_CHARACTERS = 4000
 
 
 class UserError(Exception):
-  """The input or the environment is unusable.
+  """Raised when the input or the environment is unusable.
 
   Launch scripts print the error as one line and exit with `exit_code`. The message is one line and
   should state what is wrong, where, the value got, the value wanted, and the remedy. If callers
@@ -24,8 +24,8 @@ class UserError(Exception):
 
 
 class RunError(UserError):
-  """A correctly configured run cannot continue. For example, the disk is full, no engine is left,
-  or too many updates were skipped.
+  """Raised when a correctly configured run cannot continue, for example because the disk is full,
+  no engine is left, or too many updates were skipped.
   """
 
   exit_code = 1

@@ -33,7 +33,7 @@ class ProcessClock:
     self._wall = 0.0
 
   def exist(self, count: int) -> None:
-    """Records the number of processes from now on."""
+    """Records the number of processes that exist from now on."""
     now = self._now()
     self._wall += self._exist * (now - self._existed_since)
     self._existed_since, self._exist = now, count

@@ -25,7 +25,9 @@ T = TypeVar('T')
 
 
 class WaitExpired(RunError):
-  """A wait reached its deadline: the awaited party or event is dead, stuck or too slow."""
+  """Raised when a wait reaches its deadline: the awaited party is dead, stuck or too slow, or the
+  awaited event did not happen in time.
+  """
 
 
 async def bounded(

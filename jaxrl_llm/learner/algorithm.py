@@ -113,7 +113,7 @@ class Annotation(NamedTuple):
   """For each row, either one advantage for all its trained tokens or an array with one per token.
   """
   in_loss: Bool[np.ndarray, 'rows']
-  """Whether each row takes part in the loss. Unscorable rows, for example, do not."""
+  """Whether each row takes part in the loss. It is False for unscorable rows, for example."""
   metrics: Mapping[str, tuple[float, float]]
   """Batch statistics as (sum, count), keyed by metric."""
   returns: Sequence[Float64[np.ndarray, '...']] | None = None

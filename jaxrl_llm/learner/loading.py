@@ -30,7 +30,7 @@ def read_params(
       result has no such head; `with_output` adds one.
 
   Raises:
-    UserError: see `weights.hf.load_params`.
+    UserError: see `weights.safetensors_files.load_params`.
   """
   shardings = flatten(param_shardings(model, mesh))
   skipped = set() if with_head else {'head/kernel'}

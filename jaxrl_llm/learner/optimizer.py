@@ -21,8 +21,8 @@ class OptimizerConfig:
   peak_lr: float
   """Peak learning rate. This option has no default."""
   schedule: Literal['constant', 'cosine', 'linear'] = 'constant'
-  """Shape of the learning rate after the warm-up. 'constant' stays at the peak; 'cosine' and
-  'linear' decay from the peak to `end_lr_fraction` of it at the end of the stage.
+  """Shape of the learning rate after the warm-up. 'constant' stays at the peak. 'cosine' and
+  'linear' decay from the peak to `end_lr_fraction` times the peak at the end of the stage.
   """
   warmup_steps: int = 0
   """Number of updates over which the learning rate rises linearly: in update n, counting from 1, it
@@ -49,7 +49,9 @@ class OptimizerConfig:
 
   @property
   def offloads(self) -> bool:
-    """Whether the moments are in host memory. With 'auto', they are not until a plan says so."""
+    """Whether the moments are in host memory. With 'auto', this is False; a memory plan replaces
+    'auto' by its decision.
+    """
     return self.offload is True
 
 

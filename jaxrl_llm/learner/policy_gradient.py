@@ -357,7 +357,7 @@ def _kl(
     return coefs, {}, None
   measured = _measured_kl(config, closed, finite) if 'reference_logprobs' in closed.tokens else None
   if config.kl_target is not None:
-    start = coefs.loss or coefs.reward  # Exactly one of them is set; see `check`.
+    start = coefs.loss or coefs.reward  # `check` ensures that exactly one coefficient is set.
     coef = start if closed.state is None else float(closed.state['kl_coef'])
     coefs = _KlCoefficients(*(coef if given else 0.0 for given in coefs))
     control = AdaptiveKl(init_coef=start, target=config.kl_target, horizon=config.kl_horizon)

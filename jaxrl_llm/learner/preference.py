@@ -41,7 +41,9 @@ class DpoConfig:
 
   beta: float = 0.1
   loss_type: Literal['sigmoid', 'ipo'] = 'sigmoid'
-  """'sigmoid' is DPO's loss and sums the logprobs of an answer's tokens; 'ipo' averages them."""
+  """Loss of a pair. 'sigmoid' is DPO's loss, which sums the logprobs of an answer's tokens. 'ipo'
+  is IPO's loss, which averages the logprobs.
+  """
   label_smoothing: float = 0.0
   """Probability that a preference label is wrong (cDPO). Only for loss_type sigmoid."""
   sft_loss_coef: float = 0.0
@@ -108,7 +110,9 @@ class RewardModelConfig:
   """Bradley-Terry reward model. Each sequence of a pair gets one score, at its last token."""
 
   margin: float = 0.0
-  """Margin by which the chosen answer's score should exceed the rejected one's."""
+  """Margin by which the score of the chosen answer should exceed the score of the rejected
+  answer.
+  """
   center_rewards_coefficient: float = 0.0
   """Weight of the penalty (r_chosen + r_rejected)², which keeps scores centred at 0."""
 
@@ -126,8 +130,8 @@ def reward_model(config: RewardModelConfig, setting: Setting) -> Algorithm:
     losses = bradley_terry_loss(difference, target_margin=config.margin)
     terms = {'actor/rm_loss': _pair_term(losses, present)}
     if config.center_rewards_coefficient:
-      # `pair_sums` multiplies by the label once more. As label² is 1, the result is the sum of the
-      # pair's scores instead of their difference.
+      # `pair_sums` multiplies by the label a second time. As label² is 1, the result is the sum of
+      # the pair's scores instead of their difference.
       both, _ = pair_sums(outputs.scores * chunks.label, chunks.pair, chunks.label)
       terms['actor/center_loss'] = _pair_term(
         centering_penalty(both), present, config.center_rewards_coefficient

@@ -1,9 +1,9 @@
 """The jitted optimizer step. It accumulates gradients over micro-batches, and then applies them or
 skips the update.
 
-Every term is divided once, by its denominator over the whole optimizer step, so the gradient does
-not depend on how sequences were packed or split into micro-batches. The number of micro-batches in
-use is a run-time argument, so one compiled program serves every batch.
+Every term of the loss is divided by its denominator over the whole optimizer step, so the gradient
+does not depend on how sequences were packed or split into micro-batches. The number of
+micro-batches in use is a run-time argument, so one compiled program serves every batch.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Batches(Protocol):
   """Source from which a stage takes its batches. It exists in process 0 only."""
 
   explores: bool
-  """Whether the policy generates rollouts for the batches, so that engines must serve it."""
+  """Whether the policy generates rollouts for the batches. If so, engines must serve the policy."""
   held_out: tuple[Row, ...]
   """Held-out rows, such as preference pairs, on which each evaluation measures the policy's loss.
   Empty if there are none.
@@ -162,8 +162,8 @@ class StreamBatches:
 
 
 class LateBatches(StreamBatches):
-  """Batches of a data set that is made from the rollouts of earlier stages. It is opened when the
-  stage begins.
+  """Batches of a data set that is made from the rollouts of earlier stages. The data set is opened
+  when the stage begins.
   """
 
   def __init__(self, open_stream: Callable[[], RowStream], *, events: Events = SILENT):
@@ -199,8 +199,8 @@ class LateBatches(StreamBatches):
 
 
 class RolloutBatches:
-  """Batches of the policy's own rollouts, which the explorer collects. Rollouts of earlier batches
-  may be among them.
+  """Batches of the policy's own rollouts, which the explorer collects. A batch may also contain
+  rollouts of earlier batches.
   """
 
   explores = True
@@ -399,11 +399,12 @@ class Planner:
   ):
     """
     Args:
-      every_steps: each step whose number is a multiple of this is committed.
+      every_steps: a step is committed if the number of completed steps is a multiple of this.
+        Evaluated steps are always committed.
       every_minutes: a step is also committed if more than this many minutes have passed since the
         last commit, or since the planner was created. If None, commits do not depend on time.
-      stop: future that resolves to the number of the signal that stops the run. Once it has, the
-        next plan ends the run.
+      stop: future that resolves to the number of the signal that stops the run. Once it has
+        resolved, the next plan ends the run.
     """
     self._seed, self._every_steps = seed, every_steps
     self._every_s = math.inf if every_minutes is None else every_minutes * 60

@@ -90,7 +90,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-  """Returns the arithmetic mean. Without values it is NaN, because 0 would look like a
+  """Returns the arithmetic mean. Returns NaN if there are no values, because 0 would look like a
   measurement.
   """
   return float(np.mean(values)) if values else math.nan
@@ -191,8 +191,8 @@ class Evaluator:
       deadline_s: maximum seconds until the next task of a running suite is finished. After that,
         `run` raises WaitExpired.
       take_tokens: takes the name of a group, and returns the number of tokens that were generated
-        for the group since the last call with its name. If None, the tokens of the responses are
-        counted instead.
+        for the group since the last call with the same name. If None, the tokens of the responses
+        are counted instead.
     """
     self._take_tokens = take_tokens
     self._workflow, self._scorers, self._rewards, self._events = workflow, scorers, rewards, events

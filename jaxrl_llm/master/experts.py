@@ -18,7 +18,7 @@ class AddedExperts:
     Args:
       max_uses: maximum number of batches that train on a row.
       bounds: limits of the run. A row that exceeds them is left out when it arrives. A row that is
-        too long is not drawn even if an earlier start of the run, with a larger limit, has taken
+        too long is not drawn even if an earlier start of the run, with a larger limit, has accepted
         it.
     """
     self._store, self._max_uses, self._bounds = store, max_uses, bounds

@@ -408,9 +408,9 @@ class FollowedBatches:
   def _versions(
     self, batch: SharedBatch, steps: Sequence[Sample]
   ) -> dict[int, SharedVersion] | None:
-    """Returns the exported versions that generated a trajectory, keyed by the attempt in its
-    segments. Returns None if a version is unknown, or if this run was killed and has not trained
-    the version's weights again.
+    """Returns the exported versions that generated a trajectory, keyed by the attempt number in the
+    trajectory's segments. Returns None if a version is unknown, or if this run was killed and has
+    not trained the version's weights again.
 
     Raises UserError if the other run follows a third run instead of this one.
     """
@@ -537,7 +537,7 @@ class FollowedBatches:
 
 
 class _Unreadable(RunError):
-  """A file of the other run that cannot be read now."""
+  """Raised when a file of the other run cannot be read now."""
 
 
 def _uids(groups: Sequence[_Group]) -> list[str]:

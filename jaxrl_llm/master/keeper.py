@@ -88,7 +88,9 @@ class Logs:
   undid part of their work. Steps up to this one are repetitions.
   """
   archive: Callable[[], Mapping[str, float]] | None = None
-  """Archives the newest commit and returns metrics of it; None if the run has no archive."""
+  """Archives the newest commit, and returns metrics of the archiving, keyed by name. None if the
+  run has no archive.
+  """
   files: Callable[[], Mapping[str, int]] = dict
   """Returns the sizes in bytes of the files that the run created and still reads, keyed by path
   relative to the run directory.
@@ -251,7 +253,7 @@ class RunKeeper:
     """
     self._interrupted: int | None = None
     """Step of the evaluation that a signal interrupted while training continued; None if there was
-    none. Steps after it are not committed, so that the next start of the run repeats it.
+    none. Later steps are not committed, so that the next start of the run repeats the evaluation.
     """
     self._write_s: dict[str, float] = {}
     """Metrics of the newest complete commit, until they are written in a row of metrics."""
@@ -303,8 +305,8 @@ class RunKeeper:
     if batch.plan.commit:
       state = await self._commit(state, stage)
     if overlaps:
-      # Only now, so that the commit contains none of the evaluation's results: a run that resumes
-      # from it repeats the evaluation.
+      # The evaluation begins after the commit, so that the commit contains none of its results. A
+      # run that resumes from the commit then repeats the evaluation.
       state = await self._begin_evaluation(state, stage)
     return state
 
@@ -322,9 +324,11 @@ class RunKeeper:
       raise error
 
   async def leave(self, state: LoopState, stage: Stage) -> None:
-    """Waits for the commit in progress, then begins a commit of the completed batches, unless one
-    already contains them or the signal interrupted an earlier evaluation (see `_interrupted`).
-    Called when a signal is about to end the process; the caller waits for the new commit with
+    """Waits for the commit in progress, then begins a commit of the completed batches. Begins no
+    commit if an existing commit contains these batches, or if the signal interrupted an earlier
+    evaluation (see `_interrupted`).
+
+    Called when a signal is about to end the process. The caller waits for the new commit with
     `settle`.
     """
     state = await self.evaluated(state)
@@ -446,7 +450,7 @@ class RunKeeper:
     return stop.result() if stop.done() else 0
 
   async def _run_suites(self, logs: Logs, step: int, stage: Stage) -> tuple[int, float | None]:
-    """Runs all suites and writes their results as those of `step`. Returns 0 and the greedy
+    """Runs all suites, and writes their results under the number `step`. Returns 0 and the greedy
     accuracy on the first suite, or 0 and None if none of its greedy completions is scorable.
 
     If a signal interrupts a suite, returns the signal's number and None, and writes nothing. The

@@ -38,7 +38,9 @@ class LoopState:
   step: int
   """Number of batches that the run has completed."""
   moved: int = 0
-  """Value of `step` after the last batch of this attempt that changed the policy; 0 if none has."""
+  """Value of `step` after the last batch of this attempt that changed the policy; 0 if there was
+  none.
+  """
   attempt: int = 0
   """Attempt number in the versions of the policy (`Version.attempt`). It grows when the run starts,
   when a stage does not continue with the previous stage's policy, and when the run takes the
@@ -75,8 +77,8 @@ class Keeper(Protocol):
 
   @property
   def evaluating(self) -> bool:
-    """Whether an evaluation is in progress beside training. The engine must serve the evaluated
-    version until it ends.
+    """Whether an evaluation is in progress while training continues. The engine must serve the
+    evaluated version until the evaluation ends.
     """
     ...
 
@@ -111,16 +113,16 @@ class Versions(Protocol):
 
   async def export(self, stage: Stage, state: LoopState) -> None:
     """If an export is due after this step of the stage, exports the policy of `state` for the run
-    that explores for this one. The first call always exports.
+    whose rollouts this run trains on. The first call always exports.
     """
     ...
 
   async def follow(self, stage: Stage, state: LoopState) -> LoopState:
-    """Returns the state with the newest weights of the run that trains on this one's rollouts.
+    """Returns the state with the newest weights of the run that trains on this run's rollouts.
 
     Returns `state` unchanged if there are no newer weights. If this run has taken no weights yet,
-    or has explored too many batches with the newest ones, waits for newer weights instead. If a
-    signal ends the wait, the returned state has its number in `stop`.
+    or has explored too many batches with the newest weights, waits for newer weights instead. If a
+    signal ends the wait, the returned state has the signal's number in `stop`.
     """
     ...
 
@@ -294,8 +296,9 @@ async def _renew_engine(parts: Parts, stage: Stage, state: LoopState) -> LoopSta
   """Publishes the policy to the engine, or the newest weights of another run that the stage
   follows. If a signal ends the run, publishes nothing and returns the state with `stop` set.
 
-  While an evaluation is in progress, publishes nothing as long as groups may start for the next
-  batch with the version that the engine serves, and otherwise waits until the evaluation ends.
+  If an evaluation is in progress, publishes nothing, provided that groups for the next batch may
+  start with the version that the engine serves. Otherwise, waits until the evaluation ends before
+  it publishes.
   """
   keeper, publisher, stopwatch = parts.keeper, parts.publisher, parts.process.stopwatch
   if keeper.evaluating:
@@ -346,8 +349,8 @@ def _publication_due(parts: Parts, stage: Stage, step: int) -> bool:
   """Returns whether the policy must be published before the next batch.
 
   A publication is due after every `publish_every` batches of the stage. It stays due if an
-  evaluation defers it. Another is due whenever the engine serves no version yet, as in a run that
-  was just resumed.
+  evaluation defers it. A publication is also due if the engine serves no version yet, as in a run
+  that was just resumed.
   """
   served, scheduled = parts.publisher.served, step - (step - stage.start) % stage.publish_every
   return served is None or scheduled == step or served.step < scheduled
@@ -384,8 +387,8 @@ async def score_rollouts(
   phases: Phases = RESIDENT,
 ) -> LoopState:
   """Scores the rollouts of the next batch with the trainer's reward model, in rounds, and returns
-  the new state. If groups are dropped because of their scores, the engine generates others in their
-  place, and another round scores these.
+  the new state. If groups are dropped because of their scores, the engine generates new groups in
+  their place, and another round scores the new groups.
 
   Args:
     batches: source of the batch in process 0; None in the other processes.

@@ -1,10 +1,10 @@
 """Rollouts of another run as static data of this run.
 
-They are imported once. Batches are then drawn from them in passes, and each pass contains all
-groups in a new random order.
+The rollouts are imported once. Batches are then drawn from them in passes, and each pass contains
+all groups in a new random order.
 
-After the import the other run is not needed: `data/<stage>.arrayrecord` holds the samples, and a
-JSON file beside it holds the groups with their processed rewards.
+After the import, the other run is no longer needed. `data/<stage>.arrayrecord` holds the samples,
+and a JSON file in the same directory holds the groups with their processed rewards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def write_recorded(
   workdir: pathlib.Path, file: str, groups: Sequence[Sequence[Experience]]
 ) -> None:
   """Writes the samples of groups to `file`, a path relative to the run directory, and everything
-  else to a JSON file beside it. If the process dies, `file` is either complete or absent.
+  else to a JSON file in the same directory. If the process dies, `file` is either complete or
+  absent.
   """
   path = workdir / file
   choices = [choice for group in groups for choice in group]
@@ -67,7 +68,7 @@ def _recorded(row: Row, scored: Experience, file: str) -> dict[str, Any]:
 
 
 class RecordedGroups:
-  """Imported groups, read by their number."""
+  """Imported groups of rollouts, numbered from 0."""
 
   def __init__(
     self,

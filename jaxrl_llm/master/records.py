@@ -33,7 +33,7 @@ The names of other counters get the prefix `run/`.
 """
 _CONTEXT_CHARACTERS = 20_000
 """Maximum number of characters of a prompt or observation in a rollout row. The middle of a longer
-one is left out.
+text is left out.
 """
 
 
@@ -198,7 +198,7 @@ def logprob_pairs(
       continue
     sample = taken[row.uid].step(row.uid)
     tokens = sample.loss_mask & sample.sampled
-    if not tokens.any():  # All of its spans are too old to enter the loss.
+    if not tokens.any():  # All spans of the sample are too old to enter the loss.
       continue
     pairs.append((updated.logprobs[i][tokens], sample.behaviour_logprobs[tokens]))
   return pairs
@@ -295,7 +295,11 @@ def rollout_rows(
 
 
 def _transcribed(batch: Batch, numbers: Sequence[int], most_tokens: int | None) -> list[int]:
-  """Returns the numbers of the rows that are written to `rollouts/`, in the given order."""
+  """Returns the numbers of the rows that are written to `rollouts/`, in the given order.
+
+  If the rows have more than `most_tokens` response tokens, chooses whole groups, at least one, in
+  the order of a hash of their ids.
+  """
   rows = batch.plan.rows
   groups: dict[str, list[int]] = {}
   for i in numbers:

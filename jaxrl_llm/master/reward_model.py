@@ -106,17 +106,17 @@ class RewardModel(ScoringPass):
     self._params = params
 
   def __call__(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-    """Returns the score of each sequence, in order, as `score` does."""
+    """Returns the score of each sequence, in order. The limits are those of `score`."""
     return self.score(self._params, sequences)
 
 
 class Rendered(NamedTuple):
-  """A sample as the reward model reads it."""
+  """Tokens of a sample, in the reward model's vocabulary."""
 
   tokens: list[int]
   """Tokens of prompt and completion; empty if the sample cannot be scored."""
   error: str = ''
-  """Reason why the sample cannot be scored; empty if it can."""
+  """Reason why the sample cannot be scored; empty if it can be scored."""
 
 
 class RewardRole:
@@ -185,8 +185,8 @@ class RewardRole:
 class Batcher:
   """Scores the sequences of concurrent callers together.
 
-  Whenever the model is free, it scores the waiting sequences in one pass, up to its maximum number
-  of sequences.
+  Whenever the model is free, it scores waiting sequences in one pass: all of them, or the first
+  ones up to the maximum number of sequences per pass.
 
   Attributes:
     passes: number of passes so far.
@@ -199,7 +199,7 @@ class Batcher:
     self.passes = 0
 
   async def score(self, sequence: Sequence[int]) -> float:
-    """Scores one sequence. Raises UserError if it is empty or too long."""
+    """Returns the score of one sequence. Raises UserError if the sequence is empty or too long."""
     if not 0 < len(sequence) <= self._model.max_length:
       raise UserError(
         f'{len(sequence)} tokens with the prompt, the reward model accepts at most '

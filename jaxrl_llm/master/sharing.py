@@ -43,7 +43,7 @@ class SharingBatches(RolloutBatches):
     """
     Args:
       version_of: returns the exported version from which the weights of an attempt were taken; None
-        if it is not known, as for rollouts of the run from which this one branched.
+        if it is not known, as for rollouts of the run from which this run branched.
       taken_versions: returns the number of exported versions that this process has taken.
       committed: returns the step of the newest commit.
     """

@@ -60,7 +60,7 @@ class Stage:
   algorithm: Algorithm
   policy: Optimization
   critic: Optimization | None = None
-  """None if the algorithm has no critic."""
+  """Optimizer of the critic; None if the algorithm has no critic."""
   keep_optimizer: bool
   """Whether to continue with the optimizer state of the previous stage."""
   shape: Shape
@@ -86,8 +86,8 @@ class Stage:
   follows: bool = False
   """Whether the stage explores with exported weights of another run."""
   export_every: int | None = None
-  """Number of batches between exports of the weights to the run that explores for this one; None if
-  there is no such run.
+  """Number of batches between exports of the weights to the run whose rollouts this run trains on;
+  None if there is no such run.
   """
   publish_every: int = 1
   """Number of batches between publications of the policy to the engine."""
@@ -153,7 +153,7 @@ class Updated(NamedTuple):
   on other rows.
   """
   work: tuple[Work, ...] = ()
-  """Operations of the batch's forward passes and updates."""
+  """Floating-point operations of the batch's forward passes and updates."""
 
 
 class Roles(NamedTuple):

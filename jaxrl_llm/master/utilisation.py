@@ -1,8 +1,8 @@
-"""Model FLOPs utilisation (MFU) of a step: what share of the devices' peak the model's arithmetic
-reached in each phase.
+"""Model FLOPs utilisation (MFU) of a step: the share of the devices' peak throughput that the
+model's arithmetic reached in each phase.
 
-Source: Chowdhery et al. (arXiv:2204.02311), appendix B, with the operations of
-`models.flops.model_flops`. Metric keys: verl.
+Source: Chowdhery et al. (arXiv:2204.02311), appendix B, with the operations that
+`models.flops.model_flops` counts. Metric keys are those of verl.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Work(NamedTuple):
   phase: str
   """Part of the step that the stopwatch times, such as `update_actor`."""
   role: Literal['actor', 'critic', 'actor_infer', 'ref', 'critic_infer']
-  """Last part of the metric's key. Forward passes before the update have roles of their own."""
+  """Last part of the metric's key. Forward passes before the update have separate roles."""
   flops: int
-  """Operations on all devices together."""
+  """Number of floating-point operations in the phase, on all devices together."""
 
 
 def packed_flops(
   spec: ModelSpec, packings: Iterable[Packing], *, backward: bool, frozen: bool = False
 ) -> int:
-  """Returns the operations of one pass over packed rows, without padding. Tokens of a shared prefix
-  count once.
+  """Returns the number of floating-point operations of one pass over packed rows, without padding.
+  Tokens of a shared prefix count once.
 
   Args:
     backward, frozen: see `model_flops`.
@@ -51,7 +51,7 @@ def utilisation(
 
   Args:
     seconds: durations of the step's phases, keyed by phase.
-    peak_flops: operations per second of all devices together.
+    peak_flops: peak floating-point operations per second of all devices together.
   """
   return {
     f'perf/mfu/{part.role}': part.flops / (seconds[part.phase] * peak_flops)

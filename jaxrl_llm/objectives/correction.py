@@ -76,7 +76,7 @@ def sequence_mask(
   low: float,
   high: float,
 ) -> Bool[Array, 'chunks time']:
-  """Marks the tokens of the sequences to keep.
+  """Returns a mask that is True for the tokens of the sequences to keep.
 
   A sequence is kept if low ≤ exp(mean of (proximal - behaviour)) ≤ high.
 
@@ -102,7 +102,7 @@ def negative_sequence_mask(
   segments: int,
   threshold: float,
 ) -> Bool[Array, 'chunks time']:
-  """Marks the tokens that DeepSeek-V3.2 (arXiv:2512.02556) keeps.
+  """Returns a mask that is True for the tokens that DeepSeek-V3.2's rule (arXiv:2512.02556) keeps.
 
   keptₜ = not (Aₜ < 0 and mean over the sequence's valid tokens of (old - new) > threshold)
 

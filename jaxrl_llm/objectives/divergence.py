@@ -103,9 +103,10 @@ def has_expected_gradient(
   """Returns whether a KL term with these settings moves the policy towards the reference, on
   average over on-policy samples. Below, d = log π - log ref.
 
-  k1 in the loss does not: E[∇d] = E[∇log π] = 0. If the loss is summed over sequences, k1 adds only
-  noise. If the loss is divided by sampled lengths, some gradient remains, but it does not point to
-  the reference. `unbiased` makes no difference, because `unbiased_kl` does not accept k1.
+  k1 in the loss has no such effect, because E[∇d] = E[∇log π] = 0. If the loss is summed over
+  sequences, k1 adds only noise. If the loss is divided by sampled lengths, some gradient remains,
+  but it does not point to the reference. `unbiased` makes no difference, because `unbiased_kl` does
+  not accept k1.
 
   k2 in the loss has the reverse KL's gradient, E[d ∇log π]. k3 in the loss has the forward KL's
   gradient, E[(1 - exp(-d)) ∇log π]. This gradient is not zero, but as a gradient of the reverse KL

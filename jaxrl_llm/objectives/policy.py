@@ -78,11 +78,11 @@ def clipped_surrogate(
   ρₜ = exp(log_ratioₜ)
   lossₜ = max(-ρₜ Aₜ, -clip(ρₜ, 1 - low, 1 + high) Aₜ);  where Aₜ < 0: min(lossₜ, -c Aₜ)
 
-  `log_ratio` comes from one of the functions above, which bound and mask it. `advantages` must be
-  constants: stop their gradients before calling. The caller masks and reduces the result. If
-  `clip_ratio_c` (c) is None, there is no dual clip. Sources: Schulman et al. 2017
-  (arXiv:1707.06347), eq. 7; for the dual clip, Ye et al. 2020 (arXiv:1912.09729), eq. 5; for the
-  asymmetric range, DAPO (arXiv:2503.14476), eq. 10.
+  `log_ratio` is the result of `token_log_ratio` or `sequence_log_ratio`, which bound and mask the
+  log ratio. `advantages` must be constants: stop their gradients before calling. The caller masks
+  and reduces the result. If `clip_ratio_c` (c) is None, there is no dual clip. Sources: Schulman et
+  al. 2017 (arXiv:1707.06347), eq. 7; for the dual clip, Ye et al. 2020 (arXiv:1912.09729), eq. 5;
+  for the asymmetric range, DAPO (arXiv:2503.14476), eq. 10.
   """
   ratio = jnp.exp(log_ratio)
   plain = -ratio * advantages
@@ -130,8 +130,8 @@ def opmd_loss(
 
   loss = -A s + τ/2 s²,  s = sum over the sequence's valid tokens of (logprobs - reference)
 
-  Its gradient, -A ∇log π + τ/2 ∇s², is the paper's. If A = r - baseline, where the baseline is the
-  group's mean reward or the log-partition function, the loss equals (A - τ s)² / (2 τ) minus the
-  constant A² / (2 τ). `advantages` must be constants.
+  The gradient of this loss, -A ∇log π + τ/2 ∇s², equals the gradient in the paper. If
+  A = r - baseline, where the baseline is the group's mean reward or the log-partition function, the
+  loss equals (A - τ s)² / (2 τ) minus the constant A² / (2 τ). `advantages` must be constants.
   """
   return -log_ratio_sum * advantages + 0.5 * tau * log_ratio_sum**2

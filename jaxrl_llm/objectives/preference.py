@@ -99,7 +99,7 @@ def bradley_terry_loss(
 
   Args:
     margin: r_chosen - r_rejected.
-    target_margin: m, by which the chosen reward should exceed the rejected one.
+    target_margin: m, the margin by which r_chosen should exceed r_rejected.
   """
   return -jax.nn.log_sigmoid(margin - target_margin)
 

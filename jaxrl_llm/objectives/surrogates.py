@@ -127,7 +127,7 @@ class SapoOptions:
   tau_pos: float = 1.0
   """Temperature for tokens with a positive advantage."""
   tau_neg: float = 1.05
-  """Temperature for the other tokens."""
+  """Temperature for tokens with an advantage of 0 or below."""
 
   def __post_init__(self):
     for name in ('tau_pos', 'tau_neg'):

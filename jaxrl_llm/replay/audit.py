@@ -78,7 +78,7 @@ class AuditReport:
 
   @property
   def lines(self) -> list[str]:
-    """Returns the report as lines of text."""
+    """Lines of text with the report."""
     terminal = {state: count for state, count in self.states.items() if state not in LIVE}
     return [
       f'issued {self.issued} = '

@@ -145,7 +145,7 @@ class Holdings:
 
   @property
   def lines(self) -> list[str]:
-    """Returns the summary as lines of text."""
+    """Lines of text with the summary."""
 
     def mean(value):
       return 'no value' if value is None else f'mean {value:.4g}'
@@ -312,7 +312,7 @@ def find(
   """
   states = [*State] if state is None else [as_state(state)]
   values = [] if task is None else [task]
-  # The unary + keeps SQLite from using the index on states, so that it uses the one on tasks.
+  # The unary + keeps SQLite from using the index on states, so that it uses the index on tasks.
   where = 'state = ?' if task is None else '+state = ? AND task_id = ?'
   entries = []
   with snapshot(directory) as (db, _):

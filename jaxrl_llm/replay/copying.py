@@ -30,10 +30,10 @@ SELECT name FROM segments g WHERE step < :commit OR EXISTS (
 
 def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: int) -> None:
   """Copies a store, its inbox and its added expert rows, possibly while they are being written to.
-  The copy gets a new name.
-  Sealed segments become hard links where possible. When a run starts with the copy, it undoes the
-  changes after the commit. Plans of batches after the commit, and the parent's records of undone
-  work, are not copied.
+
+  The copy gets a new name. Sealed segments become hard links where possible. When a run starts with
+  the copy, it undoes the changes after the commit. Plans of batches after the commit, and the
+  parent's records of undone work, are not copied.
 
   Args:
     source: directory of the store.
@@ -69,7 +69,7 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
       forget(copied)
       copied.commit()
     # Expert rows are copied after the index, so that the copy has each row that the copied index
-    # says was taken.
+    # records as taken.
     experts.copy(source, target)
     for (name,) in index.execute(_NEEDED, {'commit': commit}).fetchall():
       if pathlib.PurePath(name).name != name:
@@ -89,7 +89,7 @@ def copy(source: pathlib.Path, target: pathlib.Path, *, commit: int, max_uses: i
 
 
 def mirror(source: pathlib.Path, target: pathlib.Path, *, commit: int) -> None:
-  """Copies what a commit needs of a store, possibly while the store is being written to.
+  """Copies the parts of a store that a commit needs, possibly while the store is being written to.
 
   In contrast to `copy`, the copy keeps the store's name, so that the run itself can resume with it.
 

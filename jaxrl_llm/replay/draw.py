@@ -27,7 +27,7 @@ class Group(NamedTuple):
   uses: int
   """Number of batches that trained on the group: the maximum over its samples."""
   last_used: int | None
-  """Step of the last batch that trained on the group; None if none did."""
+  """Step of the last batch that trained on the group; None if no batch did."""
   admitted: int
   """Number of batches that were completed when the group's last sample was admitted."""
   issued: int

@@ -1,16 +1,16 @@
 """Expert rows that are added to a run, possibly while it is active: answers to imitate, from files,
 from other runs or from people who correct the run's own answers.
 
-Rows arrive in an SQLite file beside the store's index. Any number of processes add rows to it
-(`add`), and the run only reads it. At the beginning of a batch, the run takes the rows that have
-arrived (`take`): it copies them to its store, as samples of the partition `expert`.
+Rows arrive in an SQLite file in the directory of the store. Any number of processes add rows to
+this file (`add`), and the run only reads it. At the beginning of a batch, the run takes the rows
+that have arrived (`take`): it copies them to its store, as samples of the partition `expert`.
 
 Invariants:
 - A row is on disk before `add` returns, and is never changed or deleted. It exists once, however
   often the same tokens are added.
-- The run takes rows in the order of their arrival. The step at which it took each of them is
+- The run takes rows in the order of their arrival. The step at which the run took each row is
   recorded in the store, and recovery does not undo this record. So a run that repeats a batch after
-  a crash takes the same rows for it, even if others have arrived meanwhile.
+  a crash takes the same rows for this batch, even if more rows have arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ _AT_ONCE = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertRow:
-  """An answer to imitate, as it is added to a run. Raises UserError if a field is invalid."""
+  """An answer to imitate, with its origin, for adding it to a run. The constructor raises UserError
+  if a field is invalid.
+  """
 
   sample: Sample
   """Tokens of prompt and answer. The loss covers the tokens of role `POLICY`."""
@@ -160,18 +162,18 @@ def add(directory: str | os.PathLike, rows: Sequence[ExpertRow]) -> list[Added]:
 
 
 class Arrival(NamedTuple):
-  """A row that has arrived."""
+  """An expert row in the file of added rows."""
 
   seq: int
   """Number of the row in the order of arrival, from 1."""
   digest: str
   who: str
   at: float
-  """Unix time of its arrival."""
+  """Unix time at which the row arrived."""
   origin: Mapping[str, Json]
   scores: Mapping[str, float]
   payload: bytes
-  """The row as `core.records.sample.encode` encodes it."""
+  """Sample of the row, encoded by `core.records.sample.encode`."""
 
   @property
   def uid(self) -> str:
@@ -299,7 +301,7 @@ def _accept(
 
 
 def _checked(row: Arrival, check: Callable[[Sample], None]) -> Sample:
-  """Decodes a row. Raises ValueError if it is damaged, or if `check` does."""
+  """Decodes a row. Raises ValueError if the row is damaged, or if `check` raises ValueError."""
   try:
     sample = decode(row.payload)
     intact = sample.uid == row.uid and digest(sample) == row.digest
@@ -340,7 +342,7 @@ class Accounts(NamedTuple):
 
 
 def account(index: sqlite3.Connection, directory: str | os.PathLike) -> Accounts:
-  """Counts the rows that were added to a run, and compares those in the store with those that
+  """Counts the rows that were added to a run, and compares the rows in the store with the rows that
   arrived.
 
   Args:
@@ -381,7 +383,9 @@ def account(index: sqlite3.Connection, directory: str | os.PathLike) -> Accounts
 
 
 def _inspected(directory: str | os.PathLike) -> Iterator[tuple[str, bool]]:
-  """Yields (uid, whether it is damaged) of each row that has arrived, in the order of arrival."""
+  """Yields (uid, whether the row is damaged) for each row that has arrived, in the order of
+  arrival.
+  """
   after = 0
   while rows := arrived(directory, after=after, limit=_AT_ONCE):
     for row in rows:
@@ -394,7 +398,7 @@ def _inspected(directory: str | os.PathLike) -> Iterator[tuple[str, bool]]:
 
 
 def copy(source: str | os.PathLike, target: str | os.PathLike) -> None:
-  """Copies the added rows of one store to another store, which has none yet."""
+  """Copies the added rows of one store to another store that has no added rows yet."""
   if (pathlib.Path(source) / ARRIVALS).exists():
     with _arrivals(source) as db:
       copy_inbox(db, pathlib.Path(target) / ARRIVALS)
@@ -403,6 +407,6 @@ def copy(source: str | os.PathLike, target: str | os.PathLike) -> None:
 def _arrivals(
   directory: str | os.PathLike,
 ) -> contextlib.AbstractContextManager[sqlite3.Connection]:
-  """Opens the file of the rows, creating it if necessary."""
+  """Opens the file of added rows, creating it if necessary."""
   path = pathlib.Path(directory) / ARRIVALS
   return open_inbox(path, tables=_TABLES, schema=_SCHEMA, content='expert row')

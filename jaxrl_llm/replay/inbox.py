@@ -1,9 +1,9 @@
 """Inbox of delayed rewards: verdicts on stored samples, given by people or other programs. A
 verdict may arrive hours after its sample was generated, and even while the run is stopped.
 
-The inbox is an SQLite file beside the store's index. Any number of processes append verdicts to it
-(`attach`), one transaction at a time. The run only reads the inbox. It writes the resulting scores
-to its own index.
+The inbox is an SQLite file in the directory of the store. Any number of processes append verdicts
+to it (`attach`), one transaction at a time. The run only reads the inbox, and writes the resulting
+scores to the store's index.
 
 Invariants: a verdict is on disk before `attach` returns, and is never changed or deleted. A verdict
 names the attempt (start of the run) that issued its sample. If the sample is lost in a crash and a
@@ -54,19 +54,19 @@ scorer, the same person or program has already given another value.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LateVerdict:
-  """A verdict on a sample. Raises UserError if a field is malformed."""
+  """A verdict on a sample. The constructor raises UserError if a field is malformed."""
 
   uid: str
   value: float
   who: str
   """Name of the person or program that gives the verdict."""
   scorer: str | None = None
-  """Name of the delayed scorer. If None, the sample must wait for exactly one scorer, which is
+  """Name of the delayed scorer. If None, the sample must wait for exactly one scorer, which is then
   used.
   """
   attempt: int | None = None
-  """Attempt (start of the run) that issued the sample. If None, the newest attempt that issued
-  it.
+  """Attempt (start of the run) that issued the sample. If None, the newest attempt that issued the
+  sample is used.
   """
 
   def __post_init__(self):
@@ -98,7 +98,7 @@ class Reply:
 
   uid: str
   refused: Refusal | None
-  """Reason for refusing the verdict; None if it is in the inbox."""
+  """Reason for refusing the verdict; None if the verdict is in the inbox."""
   line: str
   """Outcome in one line, for people."""
 
@@ -156,7 +156,7 @@ def attach(directory: str | os.PathLike, verdicts: Sequence[LateVerdict]) -> lis
 
 
 class _Sample(NamedTuple):
-  """Entry of the store for the newest sample with a uid."""
+  """Newest sample with a given uid, according to the store's index."""
 
   attempt: int
   state: State

@@ -1,4 +1,4 @@
-"""SQLite files beside a store's index, to which processes other than the run append rows."""
+"""SQLite files in a store's directory, to which processes other than the run append rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def open_inbox(
   """
   try:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=10.0)) as db:
-      # Makes the deletion of the rollback journal durable too.
+      # With EXTRA, SQLite also makes the deletion of its rollback journal durable.
       db.execute('PRAGMA synchronous=EXTRA')
       (version,) = db.execute('PRAGMA user_version').fetchone()
       if version == 0:

@@ -7,16 +7,17 @@ Invariants:
   transition.
 - The bytes of an accepted sample are in the open segment (a table of the index) or in one sealed,
   verified segment file, unless the sample was dropped or expired and its bytes were pruned. The
-  bytes of expert rows that were added to the run are also in one of the two. Rows of static data
-  (`StepWriter.join`) have no bytes in the store, because they are in a file outside of it.
+  bytes of expert rows that were added to the run are also in one of these two places. Rows of
+  static data (`StepWriter.join`) have no bytes in the store, because they are in a file outside of
+  it.
 - Each public call is one transaction, or part of an enclosing `transaction()`. If the process is
   killed, the store has the changes of completed transactions only.
 
-A commit at step c contains the changes whose step is less than c. `recover(c)` undoes all others,
-except changes to the tables `meta`, `attempts` and `tasks`, and so restores the store as of the
-commit, with two exceptions. Samples of earlier attempts that were neither accepted nor had a stored
-span at the commit become `void`, with the reason `crash`. Some samples that began to wait for
-delayed rewards after the commit continue to wait (`replay.recovery`).
+A commit at step c contains the changes whose step is less than c. `recover(c)` undoes all other
+changes, and so restores the store as of the commit. It does not undo changes to the tables `meta`,
+`attempts` and `tasks`. In addition, samples of earlier attempts that were neither accepted nor had
+a stored span at the commit become `void`, with the reason `crash`. Some samples that began to wait
+for delayed rewards after the commit continue to wait (`replay.recovery`).
 
 Durability: the index uses a write-ahead log (WAL). With `synchronous='full'`, each transaction is
 on disk when the call returns. With 'normal', a power loss may lose the transactions since the last
@@ -186,7 +187,9 @@ class ReplayStore:
       return self._connection.entries(uids)
 
   def live(self, partition: Partition = 'usual') -> list[Entry]:
-    """Returns the samples of a partition whose state is in `LIVE`, from all attempts, by uid."""
+    """Returns the samples of a partition whose state is in `LIVE`, from all attempts, sorted by
+    uid.
+    """
     with self._lock:
       rows = self._db.execute(
         f'{ENTRY} WHERE state IN ({NAMED}) AND partition = ? ORDER BY uid',

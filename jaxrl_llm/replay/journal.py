@@ -279,8 +279,8 @@ def _frames(path: pathlib.Path, end: int) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def _bodies(path: pathlib.Path, end: int) -> Iterator[tuple[int, bytes, bool]]:
-  """Yields (offset after the frame, raw content, whether it is compressed), for the same frames as
-  `_frames`.
+  """Yields (offset after the frame, raw content, whether the content is compressed) of each frame
+  before `end`, up to the first that is damaged.
   """
   with path.open('rb') as file:
     while len(header := file.read(_HEADER.size)) == _HEADER.size:

@@ -43,7 +43,7 @@ def set_aside(directory: pathlib.Path, named: Collection[str]) -> int:
   """Moves the files in `segments/` whose names are not in `named` to `quarantine/`. Returns their
   number.
 
-  If `quarantine/` already has a file of the same name, the moved one gets a numeric suffix.
+  If `quarantine/` already has a file of the same name, the moved file gets a numeric suffix.
   """
   unnamed = [path for path in sorted((directory / SEGMENTS).iterdir()) if path.name not in named]
   if unnamed:

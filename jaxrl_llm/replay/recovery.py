@@ -5,7 +5,8 @@ Invariant: after recovery, the index is as it was at the commit, apart from the 
 Samples that were neither accepted nor had a stored span at the commit are `void`, with the reason
 `crash`. They keep the number of the attempt (start of the run) that issued them. Samples that began
 to wait for delayed rewards after the commit continue to wait if the weights of the commit or
-earlier ones generated them, because people may be judging them and new samples would be no better.
+earlier weights generated them: people may be judging these samples already, and new samples would
+be no better.
 Rows of `samples` are never deleted.
 """
 
@@ -140,7 +141,7 @@ def _keep(db: sqlite3.Connection, commit_step: int, *, keep_waiting: bool) -> in
 def _unseal(db: sqlite3.Connection, reader: SegmentReader, commit_step: int) -> int:
   """Undoes the sealing of segments since the commit. Samples that were accepted before the commit,
   or that continue to wait for rewards, move back to the open segment, a table of the index. Returns
-  their number.
+  the number of moved samples.
   """
   rows = db.execute(
     'SELECT r.name, r.row, r.uid, r.attempt, t.step FROM segments g CROSS JOIN segment_rows r '

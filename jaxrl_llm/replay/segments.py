@@ -41,7 +41,7 @@ _UNREADABLE = (RuntimeError, ValueError, IndexError, OSError)
 
 
 class SegmentError(RunError):
-  """A segment could not be written, or a row of a segment could not be read or decoded."""
+  """Raised if a segment cannot be written, or if a row of a segment cannot be read or decoded."""
 
 
 def write_segment(

@@ -10,7 +10,7 @@ Invariants:
 - Each file is written once, under a temporary name, and then renamed, so a file under its final
   name is complete.
 - The batches of one start have consecutive steps, beginning with the step of its opening.
-- A batch is void if a later start continued from the step of this batch or from an earlier one.
+- A batch is void if a later start continued from the step of this batch or from an earlier step.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ class SharedBatches:
     return {attempt: sorted(of) for attempt, of in steps.items()}
 
   def read(self, attempt: int, step: int) -> SharedBatch:
-    """Reads a batch. Raises UserError if its file is missing or damaged, or if the batch in it is
-    not the one that its name indicates.
+    """Reads a batch. Raises UserError if the batch's file is missing or damaged, or if it contains
+    another batch than its name indicates.
     """
     name = _batch_name(step, attempt)
     batch = self._parse(name, SharedBatch)
@@ -336,7 +336,7 @@ def next_batch(
 
   Args:
     openings: starts of the run, oldest first.
-    attempt: attempt whose batches are being read; None before the first.
+    attempt: attempt whose batches are being read; None before the first batch.
     step: step of the next batch of this attempt.
   """
   voids = False

@@ -74,9 +74,9 @@ when another span of it is stored.
 """
 
 Partition = Literal['usual', 'expert']
-"""Kind of a sample. usual: sampled by the policy. expert: an answer to imitate, which is either a
-row of static data that joined a batch, whose bytes are not in the store, or a row that was added to
-the run (`replay.experts`), whose bytes are in the store.
+"""Kind of a sample. usual: sampled by the policy. expert: an answer to imitate. An expert sample is
+either a row of static data that joined a batch or a row that was added to the run
+(`replay.experts`). The store contains the bytes of added rows, but not of static data.
 
 A third partition, taskset, has no samples: it is the table `tasks`, which lists the attempted
 tasks.
@@ -189,7 +189,7 @@ EXPERT = 'expert'
 `Arrival.lineage` returns it (`replay.experts`).
 """
 ADDED = 'experts/'
-"""Beginning of the uid of each added expert row; its digest follows."""
+"""Beginning of the uid of each added expert row; the row's digest follows."""
 BETWEEN_ADDED = f"BETWEEN '{ADDED}' AND '{ADDED}~'"
 """SQL condition that a uid belongs to an added expert row."""
 IS_ADDED = (

@@ -1,5 +1,5 @@
-"""Changes to the store. Each is recorded with its step, the number of batches completed at that
-time.
+"""Changes to the store. Each change is recorded with its step, the number of batches completed at
+that time.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _ISSUE = (
 class StepWriter:
   """Makes changes to the store at one step (number of completed batches).
 
-  Writers are created by `ReplayStore.at`. If several attempts (starts of the run) have issued a
-  sample, its uid denotes the newest. If a uid is unknown, or the sample's state does not permit the
-  change, a method raises ValueError and changes nothing.
+  Writers are created by `ReplayStore.at`. If several attempts (starts of the run) have issued
+  samples with the same uid, the uid denotes the newest sample. If a uid is unknown, or the sample's
+  state does not permit the change, a method raises ValueError and changes nothing.
   """
 
   def __init__(self, connection: Connection, step: int):
@@ -278,8 +278,8 @@ class StepWriter:
 
     Args:
       before_version: groups of a version older than this expire. If None, age does not matter.
-      capacity: maximum number of groups to keep. The newest by version and admission are kept. If
-        None, the number is unlimited.
+      capacity: maximum number of groups to keep. The groups of the newest versions are kept and,
+        among equal versions, the groups that were admitted last. If None, the number is unlimited.
 
     Returns:
       Number of expired samples, keyed by reason: 'version' or 'capacity'.
@@ -317,7 +317,7 @@ class StepWriter:
     self, uids: Sequence[str]
   ) -> tuple[dict[str, segments.Ref], dict[str, tuple[int, bytes]]]:
     """Returns the locations of the samples that are already sealed, and (attempt, bytes) of the
-    others, both keyed by uid. Raises ValueError if a sample cannot be sealed.
+    other samples, both keyed by uid. Raises ValueError if a sample cannot be sealed.
     """
     self._check_sealable(uids)
     refs, rows = self._connection.places(uids), self._connection.open_rows(uids)
@@ -423,8 +423,8 @@ class StepWriter:
     """Moves samples to another state.
 
     Args:
-      samples: uids, or the current index row of each sample, keyed by uid, if the caller has read
-        it.
+      samples: uids of the samples. A caller that has read the samples' current index rows passes
+        these instead, keyed by uid.
     """
     entries = samples if isinstance(samples, Mapping) else self._connection.entries(samples)
     for entry in entries.values():

@@ -54,7 +54,7 @@ class Finish(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-  """Tokens [start, end) of a sample that one engine generated under one version."""
+  """Tokens [start, end) of a sample that one engine generated with one version of the weights."""
 
   start: int
   end: int

@@ -19,7 +19,7 @@ from jaxrl_llm.core.types import Version
 
 _SCHEMA = 2
 _OLDEST_SCHEMA = 1
-"""Schema of records without `Span.pieces`."""
+"""Oldest schema that `decode_span` can read. Records of this schema have no `Span.pieces`."""
 
 
 class Piece(NamedTuple):

@@ -51,7 +51,9 @@ class Task:
   taskset: str
   """Name of the source taskset."""
   domain: str
-  """Kind of answer expected ('code', 'math', 'k12', 'vision', 'general', ...); selects scorers."""
+  """Kind of answer expected, such as 'code', 'math', 'k12', 'vision' or 'general'. It determines
+  which scorers judge the task.
+  """
   prompt: tuple[Message, ...]
   truth: str | None
   """Reference answer; None if there is none."""
@@ -68,5 +70,5 @@ class Task:
 
   @property
   def uid(self) -> str:
-    """Identifier that is the same in all runs: taskset name and half of the prompt digest."""
+    """Identifier that is the same in all runs: taskset name and first half of the digest."""
     return f'{self.taskset}:{self.digest[:16]}'

@@ -71,7 +71,7 @@ class Awaiting(Immediate):
 
   @property
   def max_age_s(self) -> float:
-    """Maximum wait for verdicts in seconds."""
+    """Maximum number of seconds that a group waits for its verdicts."""
     return 3600 * min(scorer.max_age_hours for scorer in self._delayed.values())
 
   @property

@@ -39,7 +39,7 @@ some of them are unfinished or have not started.
 
 
 def in_order(candidates: Sequence[Candidate], batch: int, count: int) -> list[int] | None:
-  """Chooses the groups that started first, and waits for them."""
+  """Chooses the groups that started first. Returns None until all of them have finished."""
   del batch
   return _complete(candidates[:count], count)
 

@@ -24,9 +24,9 @@ class ExplorerConfig:
   drawn it) are included in this stage's count of the task's visits.
   """
   restarted: int = 0
-  """Number of batches that the run had completed when it last branched with `--reset_data`; 0 if it
-  never did. In the branch, the stage draws its tasks from the beginning again, and the count of a
-  task's visits also includes the stage's visits before the branch.
+  """Number of batches that the run had completed when it last branched with `--reset_data`; 0 if
+  the run has no such branch. In the branch, the stage draws its tasks from the beginning again, and
+  the count of a task's visits also includes the stage's visits before the branch.
   """
   first_step: int = 0
   """Number of batches that the run completes before the stage."""
@@ -35,7 +35,7 @@ class ExplorerConfig:
   group_size: int = 8
   """Number of trajectories per task."""
   max_steps: int = 1
-  """Maximum number of steps of a trajectory, each of which is a sample."""
+  """Maximum number of steps of a trajectory. Each step is a sample."""
   bound: int = 0
   """Maximum staleness in batches: the number of batches between the weights that generate a group
   and the weights that the group updates. See `Gate`.

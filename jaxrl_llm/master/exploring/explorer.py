@@ -141,8 +141,9 @@ class Explorer:
     completed.
     """
     self._visits: dict[str, int] = {}
-    """Number of times that each prompt was drawn before; see `_earlier_visits`. The stage continues
-    the count, which is part of the random keys: a repeated count would repeat the random numbers.
+    """Number of times that each prompt was drawn before (see `_earlier_visits`), keyed by the
+    result of `_prompt`. The stage continues this count, because the count is part of the random
+    keys: a repeated count would repeat the random numbers.
     """
     self._returned: set[str] = set()
     """Ids of the groups in the last batch that `next` returned. Empty once `complete` has been
@@ -157,7 +158,7 @@ class Explorer:
     self._scoring_s = 0.0
     self._passed_over = 0
     self._tokens: collections.Counter[str] = collections.Counter()
-    """Counts of tokens since the last call of `take_tokens`, under the keys of its result."""
+    """Counts of tokens since the last call of `take_tokens`, with the same keys as its result."""
     self._clock = IdleClock()
     self._progress = asyncio.Event()
     self._counts: collections.Counter[str] = collections.Counter()
@@ -290,8 +291,8 @@ class Explorer:
     return sorted(members, key=lambda member: member.sample.uid)
 
   async def score(self, verdicts: Mapping[str, Verdict]) -> bool:
-    """Finishes the groups whose samples `unscored` returned. Returns whether the batch needs more
-    groups, because some of these were dropped.
+    """Finishes the groups whose samples `unscored` returned. Returns True if the batch needs more
+    groups, because some of these groups were dropped.
 
     Args:
       verdicts: verdicts of the trainer's reward model, keyed by uid.
@@ -350,7 +351,9 @@ class Explorer:
       ready.cancel()  # This has no effect if `ready` is done.
 
   def _take_batch(self, numbers: Sequence[int]) -> tuple[list[Experience], dict[str, int]]:
-    """Takes the groups of a complete batch. Returns what `collect` returns."""
+    """Takes the groups of a complete batch. Returns the samples selected from the groups, and
+    counts of events since the previous batch, keyed by name.
+    """
     if self._config.batch_policy != 'in_order':
       self._counts['passed_over'] = passed_over(self._groups.candidates, numbers)
       self._passed_over += self._counts['passed_over']
@@ -533,8 +536,8 @@ class Explorer:
     return StartedGroup(stage=stage, number=number, task=task, visit=visit, size=size, **fields)
 
   async def _place(self, waves: Waves, number: int) -> bool:
-    """Waits until it is known whether the batch will contain this group, whose samples are
-    finished. Returns whether it will.
+    """Waits until it is decided whether the batch will contain this group, whose samples are
+    finished. Returns True if the batch will contain the group.
     """
     waves.finish()
     while (taken := waves.takes(number)) is None:
@@ -570,7 +573,7 @@ class Explorer:
     return seconds
 
   def take_tokens(self) -> dict[str, int]:
-    """Returns the numbers of tokens sampled since the previous call, keyed by their fate. The
+    """Returns counts of tokens since the previous call, keyed by what became of the tokens. The
     tokens of a sample are counted when it has finished and is stored.
 
     sampled: tokens of stored samples; trained: tokens that joined batches; dropped: tokens of
@@ -736,8 +739,8 @@ class Explorer:
     self._finish(group, members, lambda: store_samples(self._writer, members), processed)
 
   def _needs_trainer(self, members: Sequence[Experience]) -> bool:
-    """Returns whether a group waits for the trainer's reward model. A group that will be dropped in
-    any case does not.
+    """Returns whether a group must wait for the trainer's reward model. A group that will be
+    dropped in any case does not wait.
     """
     scorers = self._runner.scorers
     if self._rounds is None or not scorers.is_scored_by_trainer(members[0].task):
@@ -755,7 +758,7 @@ class Explorer:
     on.
 
     Args:
-      store: adds the group's samples and scores to the store, as far as the store lacks them.
+      store: adds to the store those of the group's samples and scores that are not stored yet.
       processed: result of the processors. If None, they run now.
     """
     config = self._config
@@ -786,7 +789,8 @@ class Explorer:
     self._progress.set()
 
   def _discard(self, group: StartedGroup, kept: int) -> None:
-    """Counts as discarded the tokens that were generated for a group but are not kept.
+    """Adds the tokens that were generated for a group but are not kept to the count of discarded
+    tokens.
 
     Args:
       kept: number of the group's tokens that are kept, in samples or as spans.

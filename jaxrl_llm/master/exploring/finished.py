@@ -1,4 +1,5 @@
-"""Finished groups: decides which of their samples are trained on, and records why others are not.
+"""Finished groups: decides which of their samples are trained on, and records why the other samples
+are dropped.
 
 Invariant: each sample of a finished group is either admitted to training or dropped with a reason.
 """

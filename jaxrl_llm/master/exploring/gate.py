@@ -106,13 +106,13 @@ class Gate:
     return groups
 
   def drop(self) -> None:
-    """Records that a started group was dropped, so that another may start in its place."""
+    """Records that a started group was dropped, so that another group may start in its place."""
     self._dropped += 1
     self._changed.set()
 
   def park(self) -> None:
-    """Records that a started group was parked until a later batch, so that another may start for
-    this batch.
+    """Records that a started group was parked until a later batch, so that another group may start
+    for this batch.
     """
     self._parked += 1
     self._changed.set()

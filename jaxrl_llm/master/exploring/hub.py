@@ -22,7 +22,8 @@ class MasterHub:
   """Implements `rollout.hub.Hub` with the run's own engine, scorers and auxiliary models.
 
   Attributes:
-    partials: generator of all completions; it budgets those of partial rollouts.
+    partials: generator of all completions. It limits the completions of partial rollouts to their
+      token budgets.
   """
 
   def __init__(

@@ -22,8 +22,8 @@ class TaskLimits:
   retries: int = 2
   """Maximum number of retries of a group whose first try timed out."""
   straggler_factor: float | None = None
-  """A try that lasts longer than this multiple of the mean duration is ended, and the group is
-  dropped without another try. If None, no group is dropped for this reason.
+  """Maximum duration of a try, as a multiple of the mean duration. A try that takes longer is
+  ended, and the group is dropped without another try. If None, no group is dropped for this reason.
 
   The mean is over the successful tries of the last `4 * groups_per_batch` groups. The limit applies
   once `groups_per_batch` groups have succeeded. The limit biases the policy against long answers,

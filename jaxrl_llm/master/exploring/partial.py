@@ -5,11 +5,11 @@ the budget, the group is parked at the end of the iteration: its new tokens are 
 a later iteration continues the group. The group is scored and trained on once, when all of its
 samples have finished.
 
-A workflow knows nothing of this. In each iteration it runs from its beginning, in this process or
-in an explorer, and `PartialGroup` answers its requests: those of earlier iterations with the stored
-tokens, the others with tokens from the engine. Once a sample has used up its budget, its further
-requests get no answer in this iteration. When every unfinished sample of the group has an
-unanswered request, the workflow is stopped.
+Workflows need no code for partial rollouts. In each iteration, the workflow of a group runs from
+its beginning, in this process or in an explorer, and `PartialGroup` answers its requests. Requests
+that earlier iterations have answered get the stored tokens; other requests get tokens from the
+engine. Once a sample has used up its budget, its further requests get no answer in this iteration.
+When every unfinished sample of the group has an unanswered request, the workflow is stopped.
 
 Invariant: the budget is counted in tokens, so no clock decides where a sample is cut. This holds
 only for workflows that make the requests of a sample one after another and independently of other
@@ -57,8 +57,9 @@ class PartialConfig:
   budget and runs to the end of the sample.
   """
   groups: int | None = None
-  """Maximum number of groups that are being generated, wait to be continued, or have finished for
-  coming batches. If None, it is `groups_per_batch` · (`bound` + 2), with the stage's values.
+  """Maximum number of groups that are being generated, wait to be continued, or have finished but
+  are not part of a batch yet. If None, it is `groups_per_batch` · (`bound` + 2), with the stage's
+  values.
   """
   loss: Literal['current_only', 'last_k', 'all'] = 'current_only'
   """Tokens that enter the loss. Other tokens serve as context.
@@ -100,9 +101,10 @@ class PartialConfig:
 _UNLIMITED = PartialConfig(budget=1, max_spans=1)
 """Settings without budgets: the only span of a sample runs to its end."""
 _IDLE_S = 60.0
-"""Seconds without any request or answer after which the workflow of a group is stopped, if a sample
-that has used up its budget is waiting for an answer and the engine is working on no request of the
-group. Workflows whose samples wait for each other would otherwise hang.
+"""Number of idle seconds after which the workflow of a group is stopped. A group is idle if it has
+no new requests or answers, the engine works on none of its requests, and a sample that has used up
+its budget waits for an answer. Without this limit, workflows whose samples wait for each other
+would hang.
 """
 SampleFunction = Callable[[Request], AsyncIterator[tuple[int, Completion]]]
 
@@ -124,12 +126,14 @@ class GroupCut(Exception):
 
 
 class _Call(NamedTuple):
-  """Request of a workflow, with what earlier iterations generated for it."""
+  """Request of a workflow, with the tokens that earlier iterations generated for it."""
 
   request: Request
   digest: str
   before: Mapping[int, Span]
-  """Tokens of earlier iterations, keyed by sample index. Samples without any are left out."""
+  """Tokens of earlier iterations, keyed by sample index. Samples without such tokens are left
+  out.
+  """
 
   def so_far(self, index: int) -> int:
     """Returns the number of tokens that earlier iterations generated for a sample."""
@@ -234,7 +238,7 @@ class PartialGroup:
     self._tasks: set[asyncio.Task] = set()
     """Tasks that wait for the engine."""
     self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    """Completes when no sample can continue."""
+    """Future that completes when no sample can continue in this iteration."""
 
   async def close(self) -> None:
     """Cancels the requests that the engine is working on."""
@@ -271,7 +275,8 @@ class PartialGroup:
       async with contextlib.aclosing(rollouts):
         async for rollout in rollouts:
           index = rollout.sample.sample_index
-          # A sample that gave up waiting for a cut completion is continued all the same.
+          # A workflow may give up waiting for a completion that the budget has cut, and return the
+          # sample. This trajectory is ignored, because a later iteration continues the sample.
           if index not in self._held:
             arrived[index] = rollout
             self._finished.add(index)
@@ -368,7 +373,7 @@ class PartialGroup:
   async def _generate(self, call: _Call, part: Request) -> None:
     """Answers a request with the tokens of earlier iterations and those that the engine generates
     for `part`. A completion that the budget has cut does not answer the request. If the engine
-    raises an error, so does the request, which may then be repeated.
+    raises an error, the workflow's request raises the same error and may then be repeated.
     """
     unanswered = {*range(part.first, part.first + part.samples)}
     try:
@@ -381,7 +386,9 @@ class PartialGroup:
         self._generating[index] -= 1
         answer = self._answers.pop((index, call.digest, call.request.max_tokens))
         answer.set_exception(error)
-        answer.exception()  # Otherwise, asyncio logs it if the workflow no longer waits.
+        # Reading the error keeps asyncio from logging it if the workflow no longer waits for the
+        # answer.
+        answer.exception()
       self._changed()
 
   def _take(self, call: _Call, index: int, completion: Completion) -> None:
@@ -401,7 +408,9 @@ class PartialGroup:
     self._changed()
 
   def _changed(self) -> None:
-    """Ends the iteration if no sample can continue and some samples are unfinished."""
+    """Counts a request, answer or trajectory. Ends the iteration if no sample can continue and some
+    samples are unfinished.
+    """
     self._changes += 1
     stuck = {index for index in self._held if not self._generating[index]} - self._finished
     if stuck and len(stuck) + len(self._finished) == len(self._new) and not self._ended.done():
@@ -416,7 +425,8 @@ def _completion(span: Span) -> Completion:
 
 def _digest(request: Request) -> str:
   """Returns a digest of a request for a completion. It is the same in all iterations."""
-  # It covers the sampling parameters, because an explorer may repeat a request with different ones.
+  # The digest covers the sampling parameters, because an explorer may repeat a request with
+  # different parameters.
   sampling = request.sampling
   filters = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_detection)
   how = (request.key, filters, request.stop_ids)

@@ -236,14 +236,14 @@ def fresh(options: FreshOptions) -> Processor:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarianceOptions:
   min_std: float = 0.0
-  """The population standard deviation of the group's rewards, turn rewards included, must be larger
-  than this.
+  """Lower limit of the population standard deviation of a group's rewards, turn rewards included. A
+  group is dropped unless its standard deviation exceeds this limit.
   """
 
 
 def reward_std(options: VarianceOptions) -> Processor:
-  """Drops a group whose rewards do not differ enough (Trinity-RFT's reward_std_filter). Changes to
-  the rewards by earlier processors count.
+  """Drops a group whose rewards do not differ enough (Trinity-RFT's reward_std_filter). The rewards
+  include the changes that earlier processors have made.
   """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
@@ -366,7 +366,7 @@ def _shaped(options: ShapeOptions, member: Experience) -> float:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiversityOptions:
   weight: float = 0.5
-  """Weight at the start of the run."""
+  """Weight of the diversity term at the start of the run."""
   final_weight: float | None = None
   """Weight after `decay_steps` completed batches, reached linearly from `weight`. If None, the
   weight is constant.

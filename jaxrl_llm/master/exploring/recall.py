@@ -51,7 +51,7 @@ def read_members(
   rewards: RewardsConfig,
 ) -> list[Experience]:
   """Returns stored trajectories with their scores and rewards, whether they were selected or not.
-  The other arguments and the errors are those of `recall`.
+  For the other arguments and the exceptions, see `recall`.
 
   Args:
     uids: uids of the first steps.

@@ -38,7 +38,9 @@ class Experience:
   reward: Reward
   """Reward that was combined from the scores and may then have been changed by processors."""
   masked: bool = False
-  """Whether the sample is not trained on, although it counts in its group's baseline."""
+  """Whether the sample is left out of the loss. A masked sample still counts in its group's
+  baseline.
+  """
   pair: str | None = None
   """Id of the sample's preference pair; None if it is in no pair."""
   label: Literal[1, -1] | None = None
@@ -82,7 +84,9 @@ class SelectionConfig:
   """Configures which samples of a group are trained on."""
 
   kind: Literal['all', 'mixed', 'pairs', 'margin', 'shortest_correct', 'best', 'above'] = 'all'
-  """all: every scorable sample.
+  """Rule that selects the samples of a group.
+
+  all: every scorable sample.
 
   mixed: every scorable sample, or none if all have the same reward, turn rewards included (DAPO's
   dynamic sampling).
@@ -91,19 +95,19 @@ class SelectionConfig:
   (rejected). The other sample is wrong, or correct and at least `longer_by` times as long (Kimi
   k1.5, arXiv:2501.12599, section 2.4).
 
-  margin: for preference losses, the pair of the sample with the highest reward (chosen) and the one
-  with the lowest (rejected), if these differ by at least `margin`.
+  margin: for preference losses, the pair of the sample with the highest reward (chosen) and the
+  sample with the lowest reward (rejected), if the rewards differ by at least `margin`.
 
-  shortest_correct: only the shortest correct sample, as a demonstration (shortest rejection
-  sampling in the same section).
+  shortest_correct: only the shortest correct sample, as a demonstration (Kimi k1.5's shortest
+  rejection sampling, in the section cited for 'pairs').
 
   best: only the sample with the highest reward, as a demonstration (best of n).
 
   above: the samples with a reward of at least `min_reward`, as demonstrations (rejection sampling,
   as in DeepSeek-R1, arXiv:2501.12948, section 2.3.3).
 
-  The reward of a sample includes those of its turns. Of samples with equal rewards, 'margin' and
-  'best' take the shortest.
+  The reward of a sample includes the rewards of its turns. Of samples with equal rewards, 'margin'
+  and 'best' take the shortest.
   """
   pairs_per_group: int = 1
   longer_by: float = 1.5
@@ -138,8 +142,9 @@ class SelectionConfig:
 
   @property
   def least(self) -> int | None:
-    """Minimum number of units that are selected from a group. None means that the number is the
-    group's size or depends on how many samples can be scored.
+    """Minimum number of units (pairs, or single sequences; see `unit`) that are selected from a
+    group that is not dropped. None if the number is the group's size, or depends on how many
+    samples can be scored.
     """
     return 1 if self.pairs or self.imitates else None
 

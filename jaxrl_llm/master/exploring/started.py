@@ -29,8 +29,8 @@ class Waiting(NamedTuple):
 
   @property
   def scorable(self) -> list[str]:
-    """uids of the samples that need verdicts. A sample that another scorer could not score needs
-    none.
+    """uids of the samples that need verdicts. A sample that another scorer could not score needs no
+    verdicts.
     """
     return [
       member.sample.uid
@@ -127,7 +127,7 @@ class StartedGroups:
   def __init__(self):
     self._groups: dict[int, StartedGroup] = {}
     self._started = 0
-    """Number of groups that the stage has ever started."""
+    """Number of groups that the stage has started so far, including those that have left."""
 
   def __len__(self) -> int:
     return len(self._groups)
@@ -230,8 +230,8 @@ class StartedGroups:
     """Restores the groups from a commit.
 
     Args:
-      group_of: returns a new group with this number, task (its uid) and visit.
-      recall: returns those trajectories of the group with this id that were selected for training.
+      group_of: returns a new group with the given number, task uid and visit.
+      recall: takes the id of a group, and returns its trajectories that were selected for training.
       waiting: returns the samples with the given uids, which wait for delayed rewards. If it
         returns None, because they no longer wait, the group is left out.
     """

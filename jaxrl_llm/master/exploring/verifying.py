@@ -28,18 +28,20 @@ class Verified(NamedTuple):
   """Result of a processor that asks a model about the members of a group."""
 
   members: Sequence[Experience]
-  """Remaining members, in their order."""
+  """Remaining members, in their original order."""
   notes: Mapping[str, dict[str, Json]]
   """Records for the lineage of samples, keyed by uid."""
 
 
 Asking = Callable[[Sequence[Experience], int], Awaitable[Verified]]
-"""Function of the members of a group and the number of batches that the run has completed."""
+"""Asynchronous function of (members of a group, number of batches that the run has completed). It
+asks the model, and returns the remaining members with notes.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelProcessor:
-  """A processor that asks a model."""
+  """Processor that asks a model. It can run only while it is open."""
 
   open: Callable[[pathlib.Path], contextlib.AbstractAsyncContextManager[Asking]]
   """Returns a context manager for the processor with its journal at the given path. The explorer

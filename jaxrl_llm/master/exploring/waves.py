@@ -1,10 +1,10 @@
 """Waves: groups that are generated together, for partial rollouts at staleness bound 0.
 
 A batch waits for a wave as a whole, until each of its groups has finished or spent its token
-budget. Since some groups do not finish, a wave has more groups than the batch needs. How many more
-follows from the share of groups that finished in the last batch. Groups that finish although the
-batch is full are returned to the parked groups: their new tokens are discarded, because they would
-be tokens of older weights in the next batch.
+budget. Since some groups do not finish, a wave has more groups than the batch needs. The number of
+additional groups follows from the share of groups that finished in the last batch. Groups that
+finish although the batch is full are returned to the parked groups: their new tokens are discarded,
+because they would be tokens of older weights in the next batch.
 
 Invariant: the sizes of waves depend on tokens alone, never on time.
 """
@@ -29,7 +29,9 @@ class WaveSize:
     """
     self._max_groups = max_groups
     self._groups_per_finished = 1.0
-    """Number of groups in the last batch's waves, divided by the number of those that finished."""
+    """Number of groups in the last batch's waves, divided by the number of these groups that
+    finished.
+    """
     self._started = self._finished = 0
 
   def for_finished(self, needed: int) -> int:
