@@ -95,8 +95,8 @@ class AdaptiveKl:
   target: float
   """Target KL, in the unit of the measured KL (per token or per sequence)."""
   horizon: float
-  """Number of samples or tokens for which the coefficient changes by up to 20 %. It has the same
-  unit as `n` in `adapted`.
+  """Number of samples or tokens after which the coefficient has changed by up to 20 %. It has the
+  same unit as `n` in `adapted`.
   """
 
   def __post_init__(self):

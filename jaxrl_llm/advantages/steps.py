@@ -55,9 +55,9 @@ def step_credit(
     groups: the group id of each row, the same in all rows of a trajectory.
     trajectories: the trajectory id of each row. A row with an empty id is a separate trajectory.
     steps: the step index of each row within its trajectory.
-    credit: which rows are compared, see above.
+    credit: rule that decides which rows are compared, see above.
     advantages: the estimator A. Bind its options with `functools.partial`.
-    states: a name of the state in which each row's step starts. Read only with 'gigpo'; may be
+    states: identifier of the state in which each row's step starts. Read only with 'gigpo'; may be
       empty for a row with an empty trajectory id.
     gamma: discount γ per step.
     weight: weight of the steps' advantages with 'gigpo'.

@@ -112,9 +112,9 @@ def pack(
     lengths: number of tokens of each row.
     units: row numbers of each unit. Every row is in exactly one unit. If None, every row is a
       separate unit.
-    ranks: data-parallel ranks.
-    chunks: chunks per rank and micro-batch.
-    chunk_len: tokens per chunk.
+    ranks: number of data-parallel ranks.
+    chunks: number of chunks per rank and micro-batch.
+    chunk_len: number of tokens per chunk.
   """
   units = [[row] for row in range(len(lengths))] if units is None else units
   _check(lengths, units, ranks, chunks, chunk_len)

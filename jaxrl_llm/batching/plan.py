@@ -61,8 +61,8 @@ class Row:
   the sequence is not a rollout.
   """
   turn_rewards: tuple[float, ...] = ()
-  """Rewards of the turns, in addition to `reward`. Each is credited at the last token of its
-  turn.
+  """Rewards of the turns, in addition to `reward`. Each turn's reward is credited at the last token
+  of the turn.
   """
   trajectory: str | None = None
   """Id of the row's trajectory if each of its steps is a separate row. None if this row is the

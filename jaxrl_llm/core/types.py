@@ -28,7 +28,7 @@ class Version:
 
   `step` is the number of completed batches. `attempt` increases with each start of the run in its
   run directory. It also increases with each stage that does not continue from the previous stage's
-  last weights.
+  last weights, and whenever the run takes the weights of another run.
   """
 
   attempt: int

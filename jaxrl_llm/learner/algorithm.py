@@ -71,15 +71,15 @@ class ReferenceRule:
   """
 
   every: int | None = None
-  """Number of batches after which the reference is set to the current policy again. If None, this
-  never happens.
+  """Number of batches after which the reference is set to the current policy again. If None, the
+  reference is never reset in this way.
 
   If it is 1, the reference of each batch is the policy before that batch, so no separate copy of
   the reference is kept.
   """
   ema: float | None = None
-  """Decay of the moving average. If set, the reference is an exponential moving average of the
-  policy, updated after each batch.
+  """Decay of an exponential moving average of the policy, which is updated after each batch. If
+  set, the reference is this average. If None, the reference is no average.
   """
 
   def __post_init__(self):

@@ -20,7 +20,8 @@ class Need(NamedTuple):
 
 
 def without_effect(options: Any, where: str, needs: Mapping[str, Need]) -> tuple[str, ...]:
-  """Returns a message for each option that differs from its default but whose need is not met.
+  """Returns a message for each option that differs from its default although its condition in
+  `needs` is not met.
 
   Args:
     options: an instance of a dataclass. All its fields have defaults, and the keys of `needs` are
@@ -50,8 +51,8 @@ def _shown(value: Any) -> str:
 
 
 def surrogate_needs(options: Any) -> dict[str, Need]:
-  """Returns the needs of the options that only surrogates read: each has an effect only if
-  `policy_loss` names a surrogate that reads it.
+  """Returns the needs of the options that only surrogates read: each option has an effect only if
+  `policy_loss` names a surrogate that reads the option.
   """
 
   def fields(kind):

@@ -98,9 +98,9 @@ Value = Callable[[Params, Chunks, Int[Array, '']], StateValues]
 
 
 def build_value(critic: Model, mesh: Mesh) -> Value:
-  """Builds a jitted forward-only pass of a critic with the arguments of `build_score`'s pass. For
-  each token, it returns the value of the state before the token and the value of the state after
-  it.
+  """Builds a jitted forward-only pass of a critic with the arguments (params, batch, used). For
+  each token of the first `used` micro-batches, it returns the values of the states before and after
+  the token. The values of the other micro-batches are 0.
   """
   return _build_pass(
     lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids), mesh

@@ -2,7 +2,7 @@
 
 For k responses y to a task, with rewards r, the gradient of the objective is
 
-  1/k Σ ( ∇log π(y) (r - baseline) - τ/2 ∇(log π(y)/π_ref(y))² ).
+  1/k Σ ( ∇log π(y) (r - baseline) - τ/2 ∇(log(π(y)/π_ref(y)))² ).
 
 By default, the reference is the policy before each batch, and the optimizer's moments are reset
 before each batch. No importance ratio is clipped, and there is no critic.

@@ -81,8 +81,7 @@ def learning_rate(config: OptimizerConfig, updates: int) -> optax.Schedule:
   }[config.schedule]()
   if not config.warmup_steps:
     return after
-  # Start above 0: the schedule's count starts at 0, so a rate of 0 there would waste the first
-  # update.
+  # The warm-up starts above 0, because a learning rate of 0 would waste the first update.
   warmup = optax.linear_schedule(
     config.peak_lr / config.warmup_steps, config.peak_lr, config.warmup_steps - 1
   )

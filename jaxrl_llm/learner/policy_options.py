@@ -41,7 +41,7 @@ class AdvantageOptions:
   adv_ddof: int = 1
   adv_eps: float = 1e-6
   credit: Credit = 'trajectory'
-  """How advantages are assigned in trajectories of several steps (`rollout.max_steps`). Only for
+  """Method of assigning advantages in trajectories of several steps (`rollout.max_steps`). Only for
   adv_estimator grpo, rloo and reinforce_plus_plus_baseline.
 
   'trajectory': all steps of a trajectory get the advantage of the trajectory's total reward.

@@ -169,7 +169,7 @@ class LateBatches(StreamBatches):
   def __init__(self, open_stream: Callable[[], RowStream], *, events: Events = SILENT):
     """
     Args:
-      open_stream: creates the rows if they do not exist yet, and opens them.
+      open_stream: opens the stream of rows, after creating the rows if they do not exist yet.
     """
     self._open, self._opened = open_stream, False
     self.held_out, self._events = (), events
@@ -301,7 +301,7 @@ class MixedBatches(RolloutBatches):
 
   def trained(self, plan: StepPlan) -> None:
     stored = {*self._taken, *self._drawn}
-    # Static rows are recorded once, even if a short stream repeats one within the batch.
+    # Each static row is recorded once, even if a short stream repeats the row within the batch.
     static = {row.uid: _joined(plan.stage, row) for row in plan.rows if row.uid not in stored}
     self.explorer.complete([*self._taken, *self._drawn], [*static.values()])
     self._experts.trained(plan)

@@ -16,7 +16,7 @@ class AddedExperts:
   def __init__(self, store: ReplayStore, *, max_uses: int, bounds: Bounds):
     """
     Args:
-      max_uses: maximum number of batches that train on a row.
+      max_uses: maximum number of batches that may train on a row.
       bounds: limits of the run. A row that exceeds them is left out when it arrives. A row that is
         too long is not drawn even if an earlier start of the run, with a larger limit, has accepted
         it.

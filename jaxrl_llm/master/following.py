@@ -349,7 +349,9 @@ class FollowedBatches:
   def _own_group(
     self, batch: SharedBatch, group: SharedGroup, trajectories: Sequence[Sequence[Sample]]
   ) -> _Group | None:
-    """Converts a shared group to a group of this run. Returns None if it is left out or too old."""
+    """Converts a shared group to a group of this run. Returns None if the group is left out or too
+    old.
+    """
     config = self._config
     if len(group.trajectories) > config.group_size:
       raise UserError(
@@ -412,7 +414,7 @@ class FollowedBatches:
     trajectory's segments. Returns None if a version is unknown, or if this run was killed and has
     not trained the version's weights again.
 
-    Raises UserError if the other run follows a third run instead of this one.
+    Raises UserError if the other run follows a third run instead of this run.
     """
     found = {}
     for attempt in {segment.version.attempt for step in steps for segment in step.segments}:

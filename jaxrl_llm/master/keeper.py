@@ -79,7 +79,7 @@ class Logs:
   machine_metrics: Callable[[], dict[str, float]]
   """Returns metrics of the process itself, such as heartbeat and number of compilations."""
   peak_flops: float | None = None
-  """Operations per second of one device at its peak; None if unknown."""
+  """Peak floating-point operations per second of one device; None if unknown."""
   writers: LogWriters = dataclasses.field(default_factory=LogWriters)
   """Additional writers, such as Weights & Biases, that receive each row of metrics."""
   mismatch: MismatchConfig = MismatchConfig()
@@ -123,8 +123,8 @@ class Start:
   policy has no adapters. Commits contain the adapters, but not the base weights.
   """
   reward_model: str | None = None
-  """Fingerprint of the trainer's reward model; None if it has none. Commits do not contain the
-  model itself.
+  """Fingerprint of the trainer's reward model; None if the trainer has no reward model. Commits do
+  not contain the model itself.
   """
 
 
@@ -258,7 +258,7 @@ class RunKeeper:
     self._write_s: dict[str, float] = {}
     """Metrics of the newest complete commit, until they are written in a row of metrics."""
     self._repeats_until = 0
-    """See `Logs.repeats_until`. After `start`, all processes know this number."""
+    """Value of `Logs.repeats_until`. After `start`, all processes have this value."""
     self._warned: dict[str, int] = {}
     """Step of the last warning about each budget, keyed by budget."""
 
@@ -277,8 +277,8 @@ class RunKeeper:
   ) -> LoopState:
     """Writes the step's metrics and rollouts, then evaluates and commits if the plan says so.
 
-    If the commit in progress has failed, raises CheckpointFailed. If an evaluation that runs beside
-    training has failed, raises its error.
+    If the commit in progress has failed, raises CheckpointFailed. If an evaluation in progress has
+    failed, raises the error of the evaluation.
     """
     self._raise_failed()
     seconds = self._stopwatch.take()
@@ -410,7 +410,7 @@ class RunKeeper:
 
   @property
   def evaluating(self) -> bool:
-    """Whether an evaluation is in progress beside training."""
+    """Whether an evaluation is in progress while training continues."""
     return self._evaluation is not None
 
   async def evaluated(self, state: LoopState, *, wait: bool = True) -> LoopState:

@@ -188,8 +188,8 @@ def logprob_pairs(
   out.
 
   Args:
-    fresh: whether to return only rollouts sampled by the policy that this update starts from. Their
-      two logprobs differ only numerically.
+    fresh: whether to return only rollouts sampled by the policy that this update starts from. The
+      trainer's and the sampler's logprobs of such rollouts differ only numerically.
   """
   pairs = []
   for i in _rollouts(batch, taken) if updated.logprobs is not None else ():
@@ -346,7 +346,8 @@ def _conversation(
   turns: list[list[str | int]] = []
   for a, b in itertools.pairwise(bounds):
     turns.append(['policy' if is_policy[a] else 'observation', a, b])
-    # If a character spans several tokens, no single token has its text.
+    # If a character spans several tokens, the texts of the single tokens lack it, so the text of
+    # the turn is stored too.
     text = '' if is_policy[a] else decode(sample.tokens[start + a : start + b].tolist())
     if text and text != ''.join(tokens[a:b]):
       turns[-1].append(_shortened(text))

@@ -318,7 +318,7 @@ class StageTrainer:
     self, learned: Learned, plan: StepPlan, packed: PackedStep
   ) -> tuple[PackedStep, Float[Array, 'micro chunks time'] | None]:
     """Runs the forward passes on one optimizer step's rows. Returns the step with their results,
-    and the critic's values after each token, or None if the algorithm does not read these.
+    and the critic's values after each token, or None if the algorithm does not read these values.
     """
     chunks, passed, next_values = packed.chunks, self._passed(plan), None
     if 'proximal_logprobs' in passed:
@@ -469,7 +469,8 @@ class StageTrainer:
     """
     inputs = ('behaviour_logprobs', 'proximal_logprobs', 'reference_logprobs', 'values', 'returns')
     arrays = {name: getattr(packed.chunks, name) for name in ('advantages', *inputs)}
-    if outputs.shape == packed.chunks.tokens.shape:  # Scores have one entry per segment instead.
+    # Scores are not checked, because they have one entry per segment, not per token.
+    if outputs.shape == packed.chunks.tokens.shape:
       arrays[f"the {role.name}'s output"] = outputs
     masks = unpack(self._gather(packed.chunks.loss_mask), packed)
     for name, array in arrays.items():

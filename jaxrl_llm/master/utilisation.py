@@ -47,7 +47,7 @@ def packed_flops(
 def utilisation(
   work: Iterable[Work], seconds: Mapping[str, float], *, peak_flops: float
 ) -> dict[str, float]:
-  """Returns the metrics `perf/mfu/<role>`, each in [0, 1] if the peak is right.
+  """Returns the metrics `perf/mfu/<role>`, each in [0, 1] if `peak_flops` is correct.
 
   Args:
     seconds: durations of the step's phases, keyed by phase.

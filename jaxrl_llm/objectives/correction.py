@@ -49,7 +49,7 @@ def importance_weights(
   The exponents are limited to ±20. The weight is 1 where `mask` is False.
 
   Args:
-    threshold: C; IcePop's authors use 5.
+    threshold: upper bound C of the ratio. The authors of IcePop use 5.
     lower: lower bound of the ratio. In modes token and sequence, smaller weights are raised to this
       bound, as in OpenRLHF. If None, the bound is 0.5 in mode icepop, and the other modes have no
       lower bound.

@@ -30,9 +30,11 @@ class SurrogateTokens(NamedTuple):
   """Tokens of one micro-batch. At masked positions, both logprobs may have any value, even NaN."""
 
   logprobs: Float[Array, 'chunks time']
-  """log πₜ, the only field with a gradient."""
+  """Logprob of each token under the policy. Only this field has a gradient."""
   proximal_logprobs: Float[Array, 'chunks time']
-  """log π_prox,ₜ. With `bypass_old_logprobs`, these are the sampler's logprobs."""
+  """Logprob of each token under the proximal policy. With `bypass_old_logprobs`, this is the
+  sampler's logprob.
+  """
   advantages: Float[Array, 'chunks time']
   """Advantage of each token, finite even at masked positions."""
   mask: Bool[Array, 'chunks time']

@@ -54,7 +54,7 @@ class AuditReport:
   duplicates: int
   """Number of completed samples that were not accepted, because they arrived twice or too late."""
   rescored: int
-  """Number of scores that replaced an earlier one from the same scorer."""
+  """Number of scores that replaced an earlier score from the same scorer."""
   live: tuple[str, ...]
   """uids of samples that are still issued, partial, stored, awaiting or admitted."""
   unscored: tuple[str, ...]
@@ -295,8 +295,9 @@ class _Audit:
     nowhere.
 
     Issued, partial and void samples have no bytes in segments, and neither do rows of static data.
-    Stored, awaiting and admitted samples have bytes in exactly one segment, and trained samples in
-    a sealed one. Dropped and expired samples have bytes in at most one segment.
+    Stored, awaiting and admitted samples have bytes in exactly one segment. Trained samples have
+    bytes in exactly one segment, which is sealed. Dropped and expired samples have bytes in at most
+    one segment.
     """
     for uid, attempt, static, state, opened, sealed in self._db.execute(
       f"SELECT s.uid, s.attempt, s.partition = 'expert' AND NOT ({IS_ADDED}), s.state, "

@@ -82,7 +82,7 @@ class Connection:
         f'a uid is given twice in one call: {next(u for u in uids if uids.count(u) > 1)}'
       )
     rows = self.db.execute(f'{ENTRY} WHERE uid IN ({NAMED}) ORDER BY attempt', (json.dumps(uids),))
-    # Rows are sorted by attempt, so the newest row of a uid replaces its earlier ones.
+    # Rows are sorted by attempt, so the newest row of a uid replaces the earlier rows.
     newest = {row[0]: entry_of(row) for row in rows}
     entries = {uid: newest[uid] for uid in uids if uid in newest}
     if missing == 'raise' and len(entries) < len(uids):

@@ -1,4 +1,4 @@
-"""Draws groups for a batch from those that the store offers.
+"""Draws groups for a batch from the groups that the store offers.
 
 Invariant: a draw is a pure function of the set of groups, the configuration, the number of groups
 wanted, the step and the seed. A resumed run therefore repeats its draws.

@@ -6,8 +6,8 @@ this file (`add`), and the run only reads it. At the beginning of a batch, the r
 that have arrived (`take`): it copies them to its store, as samples of the partition `expert`.
 
 Invariants:
-- A row is on disk before `add` returns, and is never changed or deleted. It exists once, however
-  often the same tokens are added.
+- A row is on disk before `add` returns, and is never changed or deleted. Adding the same tokens
+  again does not add another row.
 - The run takes rows in the order of their arrival. The step at which the run took each row is
   recorded in the store, and recovery does not undo this record. So a run that repeats a batch after
   a crash takes the same rows for this batch, even if more rows have arrived meanwhile.
@@ -128,7 +128,8 @@ def as_expert(sample: Sample) -> Sample:
 
 
 def add(directory: str | os.PathLike, rows: Sequence[ExpertRow]) -> list[Added]:
-  """Adds rows to a run. When the function returns, they are on disk. The run need not be active.
+  """Adds rows to a run. When the function returns, the rows are on disk. The run need not be
+  active.
 
   Args:
     directory: directory of the store, `<workdir>/replay`.
@@ -247,7 +248,7 @@ def take(store: ReplayStore, step: int, check: Callable[[Sample], None]) -> int:
   """Copies to the store the rows that arrived before the batch of this step and were not taken at
   an earlier step, in the order of their arrival. Returns the number of rows that were copied.
 
-  If the run repeats the step after a crash, the rows are those that it took the first time.
+  If the run repeats the step after a crash, the function copies the same rows as before the crash.
 
   Args:
     check: raises ValueError for a row that the run cannot train on. The row is then left out, with

@@ -251,7 +251,7 @@ def given(directory: str | os.PathLike, uids: Sequence[str] | None = None) -> li
   """Returns the verdicts in the inbox of a store, in the order of their arrival.
 
   Args:
-    uids: samples whose verdicts to return; None for all.
+    uids: uids of the samples whose verdicts are returned; None for all samples.
   """
   if not (pathlib.Path(directory) / INBOX).exists():
     return []

@@ -3,9 +3,8 @@
 When a row of the index changes, a trigger adds the row to the table `unjournaled`, in the same
 transaction. A write to the journal appends the current content of these rows to the file, and
 clears the table. Writes take place before each commit, after a recovery and when the store is
-closed.
-Of the samples' bytes, the journal contains only those that were in the open segment or in spans of
-partial samples at the time of a write. Sealed samples are in their segments.
+closed. Of the samples' bytes, the journal contains only those that were in the open segment or in
+spans of partial samples at the time of a write. Sealed samples are in their segments.
 
 Invariants:
 - The file is a sequence of writes. Applying the first n writes, in order, gives the index as of the
@@ -35,7 +34,7 @@ from jaxrl_llm.replay.connection import Connection
 from jaxrl_llm.replay.tables import INDEX
 
 JOURNAL = 'journal'
-"""Name of the file in the store's directory."""
+"""Name of the journal file in the store's directory."""
 DAMAGED = f'{INDEX}.damaged'
 """Name under which `rebuild` keeps the previous index; a number follows if the name is taken."""
 _UNTRACKED = ('unjournaled', 'journal', 'tallies')
@@ -47,7 +46,7 @@ _ROWS_AT_ONCE = 64
 _COMPRESSED_BYTES = 1024
 """Frames of fewer than `_ROWS_AT_ONCE` times this number of bytes are compressed."""
 _SMALL_BYTES = 64 << 20
-"""Size in bytes that a journal must exceed to be replaced because of its size."""
+"""Size in bytes up to which a journal is never considered too large."""
 _LARGEST_RATIO = 2
 """Ratio of the journal's size to the index's size above which the journal is replaced when a run
 starts.

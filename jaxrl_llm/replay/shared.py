@@ -9,7 +9,7 @@ these files and the segments, but not the index, so it may run on another machin
 Invariants:
 - Each file is written once, under a temporary name, and then renamed, so a file under its final
   name is complete.
-- The batches of one start have consecutive steps, beginning with the step of its opening.
+- The batches of one start have consecutive steps, beginning with the step of the start's opening.
 - A batch is void if a later start continued from the step of this batch or from an earlier step.
 """
 
@@ -38,7 +38,7 @@ SHARED = 'shared'
 """Name of the directory of shared batches, inside the directory of the store."""
 SCHEMA = 1
 _MAX_BYTES = 1 << 30
-"""Maximum size of a file in bytes."""
+"""Maximum size of a file in `replay/shared/`, in bytes."""
 _MAX_VALUE = 1e18
 """Maximum magnitude of a reward or score. Its square is finite in float32."""
 _BATCH = re.compile(r'(\d{8,})-(\d{3,})\.json')
@@ -89,7 +89,7 @@ class SharedRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedScore:
-  """The fields of `Score` without its uid."""
+  """Score of a shared trajectory. It has the fields of `Score` except the uid."""
 
   scorer: str
   value: float | None
@@ -152,13 +152,13 @@ class SharedGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedBatch:
-  """A completed batch of the run that shares it."""
+  """A completed batch that a run shares with another run."""
 
   schema: int = SCHEMA
   store: str
   attempt: int
   step: int
-  """Number of batches that the run had completed before this one."""
+  """Number of batches that the run had completed before this batch."""
   committed: int
   """Step of the run's newest commit when the batch was completed. Batches before this step can no
   longer become void.

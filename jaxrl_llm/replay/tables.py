@@ -50,7 +50,7 @@ class State(enum.StrEnum):
 
 
 def as_state(text: str) -> State:
-  """Returns the state with this name. Raises UserError if there is none."""
+  """Returns the state with this name. Raises UserError if no state has the name."""
   if text not in list(State):
     raise UserError(f'state {text!r}: unknown; wanted one of {", ".join(State)}')
   return State(text)
@@ -98,8 +98,8 @@ def may_become(partition: Partition, before: State, after: State) -> bool:
 # columns after `state` follow from the transitions; they are stored so that a draw need not read
 # the transitions: `changed` and `last` are the step and seq of the last transition, `admitted` is
 # the step of the transition to `admitted`, and `uses` is the number of transitions to `trained`.
-# `tallies` has the number of samples per partition and state. Triggers maintain it, because
-# counting would scan the whole table.
+# `tallies` has the number of samples per partition and state. Triggers update this table, because
+# counting the samples would scan all of `samples`.
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, json TEXT NOT NULL);
 
@@ -182,11 +182,11 @@ CREATE TABLE duplicates(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempt 
 """
 AWAITED = 'awaited'
 """Operator name of the rows in `derived` that contain the delayed rewards for which a sample waits,
-as `Awaited.to_json` returns them.
+in the format of `Awaited.to_json`.
 """
 EXPERT = 'expert'
-"""Operator name of the rows in `derived` that contain the origin of an added expert row, as
-`Arrival.lineage` returns it (`replay.experts`).
+"""Operator name of the rows in `derived` that contain the origin of an added expert row, in the
+format of `Arrival.lineage` (`replay.experts`).
 """
 ADDED = 'experts/'
 """Beginning of the uid of each added expert row; the row's digest follows."""

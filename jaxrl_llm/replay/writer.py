@@ -248,7 +248,7 @@ class StepWriter:
     """Records that stored samples, the members of one group, wait for delayed rewards.
 
     Args:
-      texts: text of each sample as its judges see it, keyed by uid.
+      texts: text of each sample that is shown to its judges, keyed by uid.
     """
     with self._connection.transaction():
       self.derive([(uid, AWAITED, awaited.to_json(text)) for uid, text in texts.items()])
@@ -388,7 +388,7 @@ class StepWriter:
   def _insert(self, rows: Sequence[Issue], partition: Partition, state: State) -> None:
     """Inserts new samples as `issued`, and then moves them to `state` if that is another state.
 
-    Both happen inside the caller's transaction.
+    Both changes are made inside the caller's transaction.
     """
     for row in rows:
       if row.partition != partition:

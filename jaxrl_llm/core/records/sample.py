@@ -28,7 +28,7 @@ class Source(enum.StrEnum):
 
 
 class Role(enum.IntEnum):
-  """Author of a token, as stored per token in `Sample.role`."""
+  """Author of a token. `Sample.role` has one value per token."""
 
   PROMPT = 0
   POLICY = 1

@@ -125,7 +125,7 @@ class Awaiting(Immediate):
     """Rebuilds a waiting group from the store.
 
     Args:
-      members: its samples with their scores.
+      members: the group's samples with their scores.
     """
     record = self._store.derived(uids[:1], AWAITED)[uids[0]]
     return Waiting(members, Awaited.from_json(record), self._store.entries(uids)[uids[0]].attempt)

@@ -57,7 +57,8 @@ def complete_first(candidates: Sequence[Candidate], batch: int, count: int) -> l
     due = [candidate for candidate in candidates if candidate.last_batch <= last]
     must = len(due) - max(0, last - batch) * count - len(chosen)
     left = [candidate for candidate in due if candidate not in chosen]
-    left.sort(key=lambda candidate: not candidate.is_finished)  # Stable, so in order of start.
+    # The sort is stable, so finished and unfinished groups each stay in order of start.
+    left.sort(key=lambda candidate: not candidate.is_finished)
     chosen += left[: max(0, must)]
   chosen += [c for c in candidates if c.is_finished and c not in chosen]
   numbers = {candidate.number for candidate in chosen[:count]}

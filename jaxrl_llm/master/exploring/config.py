@@ -60,7 +60,7 @@ class ExplorerConfig:
   is generated for one batch.
   """
   past: Past | None = None
-  """Rule that adds groups of earlier batches to each batch. If None, none are added."""
+  """Rule that adds groups of earlier batches to each batch. If None, no such groups are added."""
   max_dropped_groups: int = 100
   """Maximum number of groups that may be dropped while one batch is collected, for any reason. If
   one more is dropped, the run fails.

@@ -74,11 +74,11 @@ class NothingToLearn(RunError):
 
 
 class Drawn(NamedTuple):
-  """A complete batch, as `Explorer.next` returns it."""
+  """Result of `Explorer.next`: a complete batch."""
 
   chosen: list[Experience]
-  """Trajectories of the new groups, followed by those of groups from earlier batches. A sample in
-  several preference pairs occurs once per pair.
+  """Trajectories of the new groups, followed by the trajectories of groups from earlier batches. A
+  sample in several preference pairs occurs once per pair.
   """
   places: dict[str, Ref]
   """Location of each sample in the store's sealed segment files, keyed by uid."""
@@ -178,8 +178,8 @@ class Explorer:
 
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
-    """Runs the exploration in the background while the block is active. At its end, drops the
-    unfinished samples with the reason 'given up'.
+    """Runs the exploration in the background while the block is active. At the end of the block,
+    drops the unfinished samples with the reason 'given up'.
 
     If a signal stops the run, the run commits before the block ends. A resumed run undoes all
     changes after that commit, so it still has these samples.
@@ -262,7 +262,7 @@ class Explorer:
 
   async def collect(self) -> tuple[list[Experience], dict[str, int]]:
     """Waits for the new groups of the next batch. Returns the samples selected from them, and
-    counts of events meanwhile, keyed by name.
+    counts of events since the previous batch, keyed by name.
 
     Raises:
       WaitExpired: the groups did not finish within `collect_deadline_s`, extended by the maximum
@@ -416,7 +416,7 @@ class Explorer:
 
   def _abandon(self, numbers: Sequence[int]) -> int:
     """Drops groups that no batch will train on. Returns the number of their samples that were
-    dropped in the store. A group that has not run yet has no samples there.
+    dropped in the store. A group that has not run yet has no samples in the store.
     """
     live: dict[str, list[str]] = {}
     for entry in self._store.live() if numbers else ():
@@ -432,8 +432,8 @@ class Explorer:
     return dropped
 
   def _next_batch(self) -> list[int] | None:
-    """Returns the numbers of the groups that form the next batch, or None as long as it is not
-    complete.
+    """Returns the numbers of the groups that form the next batch, or None if the batch is not
+    complete yet.
     """
     if self._waves is not None and self._groups.running:
       return None

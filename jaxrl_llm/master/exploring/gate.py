@@ -46,7 +46,7 @@ class Gate:
 
   @property
   def capacity(self) -> int:
-    """Number of groups that may start now; 0 until the engines serve a first version."""
+    """Number of groups that may start now; 0 until the engines serve a version of the policy."""
     if self._served < 0:
       return 0
     batches = self._served + self._ahead + 1
@@ -72,7 +72,7 @@ class Gate:
 
   @property
   def surplus(self) -> int:
-    """Number of started groups in excess of those that the stage's batches need. It is above 0 only
+    """Number of started groups beyond the number that the stage's batches need. It is above 0 only
     if the stage has been shortened.
     """
     if self._batches is None:
@@ -87,7 +87,7 @@ class Gate:
     self._changed.set()
 
   async def opened(self) -> None:
-    """Waits until the engines serve a first version."""
+    """Waits until the engines serve a version of the policy."""
     while self._served < 0:
       self._changed.clear()
       # Wait 'gate': bounded: the trainer's waits have deadlines.

@@ -59,8 +59,8 @@ class MasterHub:
         yield index, completion
 
   def take_tokens(self, group: str) -> int:
-    """Returns the number of tokens that the engine has generated for a group since the last call,
-    including those that its workflow did not use.
+    """Returns the number of tokens that the engine has generated for a group since the last call
+    for this group, including tokens that the group's workflow did not use.
     """
     return self._tokens.pop(group, 0)
 

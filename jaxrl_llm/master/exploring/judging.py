@@ -107,8 +107,8 @@ def judge_by_trainer(
 def rewarded(
   members: Sequence[Experience], scores: Sequence[tuple[Score, ...]], rewards: RewardsConfig
 ) -> list[Experience]:
-  """Returns the members of a group with these scores and the rewards that follow from them. If a
-  scorer failed and is configured to drop the group, the reward of every member is None.
+  """Returns the members of a group with the given scores and the rewards that follow from them. If
+  a scorer failed and is configured to drop the group, the reward of every member is None.
   """
   with_scores = [
     dataclasses.replace(m, scores=s, reward=combine(s, rewards))

@@ -214,7 +214,7 @@ class PartialGroup:
     name: str,
     spans: Sequence[Sequence[Span]],
   ):
-    """See `PartialGenerator.collect`."""
+    """For `sample`, see `PartialGenerator`; for the other arguments, `PartialGenerator.collect`."""
     self._sample, self._name = sample, name
     self._stored = [by_request(of_sample) for of_sample in spans]
     """Completions of earlier iterations, keyed by the digest of the request, for each sample."""
@@ -268,7 +268,7 @@ class PartialGroup:
         yield pending.pop(answer), answer.result()
 
   async def collect(self, rollouts: AsyncIterator[Rollout]) -> list[Rollout]:
-    """See `PartialGenerator.collect`."""
+    """Runs the group for one iteration; see `PartialGenerator.collect`."""
     arrived: dict[int, Rollout] = {}
 
     async def gather() -> None:
@@ -392,8 +392,8 @@ class PartialGroup:
       self._changed()
 
   def _take(self, call: _Call, index: int, completion: Completion) -> None:
-    """Records what the engine has generated for a sample, and answers the request if its completion
-    has ended.
+    """Records the tokens that the engine has generated for a sample, and answers the request if the
+    completion has ended.
     """
     before, limit = call.before.get(index), call.request.max_tokens
     new = _new_span(completion, before, limit, call.request.sampling)
@@ -424,7 +424,9 @@ def _completion(span: Span) -> Completion:
 
 
 def _digest(request: Request) -> str:
-  """Returns a digest of a request for a completion. It is the same in all iterations."""
+  """Returns a digest of a request for a completion. A repeated request has the same digest in all
+  iterations.
+  """
   # The digest covers the sampling parameters, because an explorer may repeat a request with
   # different parameters.
   sampling = request.sampling

@@ -7,9 +7,10 @@ Removed samples are dropped with the processor's name as the reason. The store a
 change to a sample under the processor's name; these records are the sample's lineage. If a group
 has no members left, another group replaces it.
 
-A processor can read what is known when a group ends: tokens, the sampler's logprobs and scores. The
-trainer computes its quantities, such as advantages, only after the batch is complete, when it is
-too late to replace a group. A processor that is configured to read them is rejected.
+A processor can read the quantities that are known when a group ends: tokens, the sampler's logprobs
+and scores. The trainer computes other quantities, such as advantages, only after the batch is
+complete, when it is too late to replace a group. A processor that is configured to read such a
+quantity is rejected.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ class FreshOptions:
 
 
 def fresh(options: FreshOptions) -> Processor:
-  """Drops a group if weights older than `max_age` generated any of its trained tokens."""
+  """Drops a group if weights older than `max_age` batches generated any of its trained tokens."""
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     versions = [

@@ -55,7 +55,7 @@ def read_members(
 
   Args:
     uids: uids of the first steps.
-    later: uids of the later steps, keyed by the uid of the first.
+    later: uids of the later steps, keyed by the uid of the trajectory's first step.
   """
   steps = {step.uid: step for step in store.read([uid for of in later.values() for uid in of])}
   scores, members = store.scores(uids), []

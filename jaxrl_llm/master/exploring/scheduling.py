@@ -75,7 +75,7 @@ class ScoringRounds(Immediate):
 
   A round begins once every group of the batch is generated. While it lasts, no group starts,
   because the reward model may have taken the engine's device memory. If groups are dropped because
-  of their scores, others start after the round, and another round follows.
+  of their scores, other groups start after the round, and another round follows.
   """
 
   def __init__(self, groups: StartedGroups, *, groups_per_batch: int):

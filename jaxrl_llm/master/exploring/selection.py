@@ -161,8 +161,8 @@ def choose(config: SelectionConfig, members: Sequence[Experience]) -> list[Exper
   """Selects samples of a group to train on, from its scorable members in order of sample index. If
   none is selected, the caller drops the group.
 
-  Masked members count in the baseline of the others, but are never part of a pair and never serve
-  as a demonstration.
+  Masked members count in the baseline of the other members, but are never part of a pair and never
+  serve as a demonstration.
   """
   unmasked = [m for m in members if not m.masked]
   if not unmasked:
