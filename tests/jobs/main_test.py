@@ -37,6 +37,7 @@ WRITTEN_ELSEWHERE = {
   'vLLM servers': (
     *('perf/publish_bytes', 'perf/publish_pause_s', 'perf/publish_write_s'),
     *('run/engine_restarts', 'run/engine_retries', 'run/engine_void', 'run/engines_serving'),
+    *('run/engine_continued', 'run/engine_kept_tokens', 'run/engine_lost_tokens'),
   ),
   'rollout.vllm.full_every': ('perf/publish_changed_fraction',),
   'servers of a registry': ('run/engines', 'run/engine_joined', 'run/engine_left'),

@@ -244,7 +244,7 @@ def prepared(folder, algorithm, config, *, on_policy=('proximal_logprobs',), **o
   optimizer = build_optimizer(config, 10)
 
   def fresh(params=None):
-    return init_state(params or case.params(), optimizer, case.mesh, offload=config.offload)
+    return init_state(params or case.params(), optimizer, case.mesh, offload=config.offloads)
 
   update = build_update(
     case.model,
