@@ -9,8 +9,10 @@ unless `learner.memory_bytes` limits it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.app.schema import AUTO, Config
@@ -133,7 +135,31 @@ def with_values(config: Config, values: Mapping[str, Json]) -> Config:
     for parent in parents:
       place = place[int(parent) if isinstance(place, list) else parent]
     place[name] = value
-  return from_json(written, Config)
+  # Parsing checks the values, which may come from a file. Everything else stays as it is: in JSON,
+  # tuples in options of parts become lists.
+  checked = from_json(json.loads(json.dumps(written)), Config)
+  for key in chosen:
+    path = key.split('.')
+    config = _with_value(config, path, _value_at(checked, path))
+  return config
+
+
+def _value_at(node: Any, path: Sequence[str]) -> Any:
+  """Returns a part of a configuration. Names select fields, and numbers elements of tuples."""
+  for name in path:
+    node = node[int(name)] if isinstance(node, tuple) else getattr(node, name)
+  return node
+
+
+def _with_value(node: Any, path: Sequence[str], value: Any) -> Any:
+  """Returns a part of a configuration in which the value at `path` is replaced."""
+  if not path:
+    return value
+  name, *rest = path
+  if isinstance(node, tuple):
+    index = int(name)
+    return (*node[:index], _with_value(node[index], rest, value), *node[index + 1 :])
+  return dataclasses.replace(node, **{name: _with_value(getattr(node, name), rest, value)})
 
 
 def parameters(spec: ModelSpec) -> int:

@@ -88,6 +88,18 @@ def test_an_unreadable_configuration_changes_nothing(tmp_path, written):
   assert with_recorded(config_of(), tmp_path) == config_of()
 
 
+def test_options_of_parts_stay_as_they_are():
+  """Settled options of scorers may have tuples, which JSON does not have."""
+  config = config_of()
+  scorer = dataclasses.replace(config.rewards.scorers[0], options={'kinds': ('a', 'b')})
+  config = dataclasses.replace(
+    config, rewards=dataclasses.replace(config.rewards, scorers=(scorer,))
+  )
+  chosen = with_values(config, {'policy.remat': 'dots', 'stages.1.optimizer.offload': True})
+  assert chosen.rewards == config.rewards and chosen.policy.remat == 'dots'
+  assert [stage.optimizer.offload for stage in chosen.stages] == ['auto', True]
+
+
 def test_every_field_that_accepts_auto_is_listed():
   """Besides the attention, whose 'auto' may stay."""
   values = values_of(to_json(config_of()))
