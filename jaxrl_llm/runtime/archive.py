@@ -1,16 +1,16 @@
-"""Archive of a run: a copy of what its commits need, in an object store or another directory, from
-which a host that has nothing else resumes the run.
+"""Archive of a run: a copy of all files that the run's commits need, in an object store or another
+directory. A host without the run directory can resume the run from the archive.
 
 Layout of the location:
 
 - `objects/<digest>-<size>`: contents of files. Equal contents are stored once.
-- `commits/<step>.json`: marker of an archived commit, with the digest and size of each file of the
-  run directory, keyed by its path there. The marker is written after all objects that it names, so
-  the archive is complete at every moment. Objects that no marker names are removed after the next
-  marker is written.
-- `run.json`: id of the run, which the file `archive.json` in the run directory repeats.
-- `owner.json`: id of the start that writes to the archive. A start that finds another id here stops
-  writing, because the run has been started elsewhere.
+- `commits/<step>.json`: marker of an archived commit, with the digest and size of each archived
+  file, keyed by the file's path in the run directory. The marker is written after all objects that
+  it names, so every marked commit is complete. Objects that no marker names are removed after the
+  next marker is written.
+- `run.json`: id of the run. The file `archive.json` in the run directory contains the same id.
+- `owner.json`: id of the start of the run that may write to the archive. A start that finds another
+  id here stops writing, because the run has been started elsewhere.
 """
 
 from __future__ import annotations
@@ -42,30 +42,35 @@ FILE = 'archive.json'
 _FETCHING = 'archive.fetching'
 """Name of the file that exists in the run directory while a commit is fetched into it."""
 _OWN = frozenset({FILE, _FETCHING, 'lock'})
-"""Names of the files that a run directory may have before a commit is fetched into it."""
+"""Names of the files that a run directory may contain before a commit is fetched into it."""
 _COMMITS, _OBJECTS, _RUN, _OWNER = 'commits', 'objects', 'run.json', 'owner.json'
 _LIBRARIES = {'gs': 'gcsfs', 's3': 's3fs'}
-"""Library that reads and writes the URIs of each scheme."""
+"""Name of the library that reads and writes URIs, keyed by URI scheme."""
 _THREADS = 8
 """Number of files that are copied at the same time."""
 _BLOCK_BYTES = 4 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-"""Seconds between two attempts to write a commit. Each pause is twice as long as the last one."""
+"""First and longest pause, in seconds, between two attempts to archive a commit. The pause doubles
+after each failed attempt until it has reached the longest.
+"""
 _MARKER_BYTES = 256 << 20
-"""Maximum size of a marker. A larger one is refused as damaged."""
+"""Maximum size of a marker in bytes. A larger marker is refused as damaged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArchiveConfig:
-  """Copies of a run's commits in an object store, or in a directory on another disk."""
+  """Settings of the archive, which has copies of a run's commits in an object store, or in a
+  directory on another disk.
+  """
 
   location: str
   """Directory of the archive, as 'gs://bucket/runs/mine', 's3://bucket/runs/mine' or an absolute
-  path. It belongs to one run. Credentials are those of the cloud's own tools.
+  path. Each run needs a separate directory. For a cloud, the credentials that the cloud's own tools
+  have stored are used.
   """
   deadline_s: float = 600.0
-  """Maximum seconds for which writing a commit is repeated after errors. Then the run ends. Its
-  commits in the run directory are not affected.
+  """Maximum time in seconds during which the archiving of a commit is tried again after errors.
+  After this time, the run ends with an error. The commits in the run directory are not affected.
   """
 
   def __post_init__(self):
@@ -87,7 +92,7 @@ class ArchiveFailed(RunError):
 
 
 class Shipped(NamedTuple):
-  """What archiving a commit has cost."""
+  """Bytes written and time taken to archive a commit."""
 
   bytes_written: int
   seconds: float
@@ -117,7 +122,7 @@ class Archive:
     self._root, self._config, self._threads = epath.Path(config.location), config, threads
     self._owner = secrets.token_hex(8)
     self._digests: dict[tuple[int, int, int], _Stored] = {}
-    """Contents of local files, keyed by inode, size and time of the last change."""
+    """Digests and sizes of local files, keyed by inode, size and time of the last change."""
     self._objects: set[str] | None = None
     """Names of the objects in the archive; None until they are listed."""
 
@@ -128,8 +133,8 @@ class Archive:
     return sorted(int(name[:-5]) for name in names if re.fullmatch(r'\d{1,18}\.json', name, re.A))
 
   def open(self, workdir: pathlib.Path, *, commits: Collection[int]) -> int | None:
-    """Takes the archive over for this start of the run in `workdir`. If the run directory has no
-    commit and the archive has, fetches the newest one.
+    """Makes this start of the run in `workdir` the only one that may write to the archive. If the
+    archive has commits and the run directory has none, also fetches the newest archived commit.
 
     Args:
       commits: steps of the commits in the run directory.
@@ -170,8 +175,8 @@ class Archive:
     """Copies an archived commit to an empty run directory. An interrupted call can be repeated.
 
     Raises:
-      UserError: the directory has files of another origin, the commit is damaged or cannot be read,
-        or a file cannot be written.
+      UserError: the directory has files that no interrupted call has written, the commit is damaged
+        or cannot be read, or a file cannot be written.
     """
     fetching = workdir / _FETCHING
     if not fetching.exists() and (left := sorted({p.name for p in workdir.iterdir()} - _OWN)):
@@ -185,10 +190,11 @@ class Archive:
     fetching.unlink()
 
   def _fetch_all(self, target: pathlib.Path, step: int) -> None:
-    """Copies the files of an archived commit, and the checkpoints of the archived commits before
-    it, from whose weights later stages may start. Files of the same content are kept.
+    """Copies the files of an archived commit to `target`, and the checkpoints of all earlier
+    archived commits, because later stages may start from the weights of an earlier commit.
 
-    COMMIT files, which make a checkpoint count, are written last.
+    A local file that already has the right content is not copied again. COMMIT files are written
+    last, because a checkpoint is complete only if it has a COMMIT file.
     """
     steps = self.steps()
     files = self._files(self._marker(step))
@@ -209,7 +215,7 @@ class Archive:
     """Archives a commit. Repeats the attempt after an error, until `deadline_s` have passed.
 
     Args:
-      step: number of batches that the commit contains.
+      step: number of completed batches at the commit.
       files: files to archive, keyed by their path in the run directory. They must not change during
         the call.
       keep: steps of the earlier commits to keep in the archive.
@@ -261,7 +267,9 @@ class Archive:
     self._retire(keep)
 
   def _retire(self, keep: Collection[int]) -> None:
-    """Removes markers of other commits, and then objects that no marker names."""
+    """Removes the markers of steps that are not in `keep`, and then the objects that no marker
+    names.
+    """
     for step in self.steps():
       if step not in keep:
         self._marker(step).unlink(missing_ok=True)
@@ -288,7 +296,9 @@ class Archive:
     return stored
 
   def _put(self, content: _Stored, path: pathlib.Path) -> None:
-    """Writes an object, and checks that the file still has the content that names the object."""
+    """Copies a local file to the archive as an object named after its content. Raises OSError if
+    the file no longer has this content.
+    """
     digest = xxhash.xxh3_128()
     target = self._root / _OBJECTS / content.object
     with path.open('rb') as file, _replacing(target) as new:
@@ -364,7 +374,9 @@ class Archive:
         file.write(json.dumps(value).encode())
 
   def _each(self, items: Collection[Any], work: Callable[[Any], Any]) -> list[Any]:
-    """Returns the results of `work` for each item, in order. Items are worked on in threads."""
+    """Returns the results of `work` for each item, in order. Several items are processed at the
+    same time, in threads.
+    """
     # Wait 'archive': bounded by the timeouts of the cloud's library, and by the disk.
     with concurrent.futures.ThreadPoolExecutor(self._threads) as threads:
       return list(threads.map(work, items))
@@ -384,10 +396,12 @@ class Archive:
 
 
 def _names(directory: epath.Path) -> set[str]:
-  """Returns the names in a directory, which may be missing: object stores have no directories."""
+  """Returns the names in a directory. The set is empty if the directory does not exist, as in an
+  object store without any object below that path.
+  """
   scheme, separator, _ = str(directory).partition('://')
   if separator:
-    # Other processes may have written since this one listed the directory.
+    # The library caches listings, but other processes may have written to the directory meanwhile.
     fsspec.filesystem(scheme).invalidate_cache()
   try:
     return {path.name for path in directory.iterdir()}
@@ -404,8 +418,8 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 def _replacing(path: epath.Path) -> Iterator[BinaryIO]:
   """Opens a file for writing that appears as `path` once the block has ended without an error.
 
-  Object stores show an object only when it is complete. In a file system, the file gets its name
-  then.
+  In a file system, a temporary file is written and renamed at the end. In an object store, this is
+  not necessary, because an object appears only when it is complete.
   """
   if '://' in str(path):
     with path.open('wb') as file:

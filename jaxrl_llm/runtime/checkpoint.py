@@ -1,12 +1,12 @@
 """Commits: complete checkpoints. A checkpoint is complete if and only if it has a COMMIT file.
 
-A commit has two parts. `Checkpoints.begin` copies the state to host memory, after which training
-may continue and donate the arrays. `Writing.finish` completes the commit in a thread while training
-continues: every process writes its part of the arrays to `checkpoints/<step>/arrays` with orbax and
-digests its own files, and process 0 also writes `host.json`. When the files of all processes are on
-disk, process 0 writes `COMMIT`, which lists the name, size and digest of every file. The next start
-of the run removes directories without this file. Old commits are removed only after a new one is
-complete, so earlier commits survive no matter when the run is killed.
+A commit is made in two steps. `Checkpoints.begin` copies the state to host memory, after which
+training may continue and donate the arrays. `Writing.finish` completes the commit in a thread while
+training continues: every process writes its part of the arrays to `checkpoints/<step>/arrays` with
+orbax and digests its own files, and process 0 also writes `host.json`. When the files of all
+processes are on disk, process 0 writes `COMMIT`, which lists the name, size and digest of every
+file. The next start of the run removes directories without this file. Old commits are removed only
+after a new one is complete, so earlier commits survive no matter when the run is killed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CheckpointConfig:
   slightly from those of an uninterrupted run.
   """
   keep_hours: float = 0.0
-  """Commits younger than this many hours are also kept, however many there are."""
+  """Age in hours up to which all commits are kept, in addition to those that `keep` selects."""
 
   def __post_init__(self):
     for name in ('every_steps', 'keep'):

@@ -36,7 +36,9 @@ best run of each of the best groups is chosen.
 ANSWER_BYTES = 4_000_000
 """Maximum size of the embedded answers of a suite, in characters."""
 ROLLOUT_BYTES = 12_000_000
-"""Approximate maximum size of all rollouts files read, in bytes. All runs get equal shares."""
+"""Approximate maximum number of bytes of rollouts files that are read in total. Each run gets an
+equal share of this number.
+"""
 MAX_TASKS, MAX_ROLLOUTS = 60, 4
 """Maximum number of tasks whose rollouts are embedded, and maximum number of rollouts of a task
 that are embedded for each run.

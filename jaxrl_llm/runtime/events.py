@@ -420,8 +420,9 @@ def read(path: pathlib.Path, limit: int | None = None) -> Iterator[Event | None]
   """Yields the event of each line of a log, or None if the line is invalid. Skips blank lines.
 
   Args:
-    path: the file `FILE` of a run directory. The messages in `EARLIER_FILE` beside it come first.
-    limit: maximum number of bytes to read, from the end of the log. If None, all of it is read.
+    path: the file `FILE` of a run directory. The messages of the file `EARLIER_FILE` in the same
+      directory come first.
+    limit: maximum number of bytes to read, from the end of the log. If None, the whole log is read.
   """
   size, earlier = path.stat().st_size, path.with_name(EARLIER_FILE)
   if earlier.is_file() and (limit is None or size < limit):

@@ -39,8 +39,8 @@ _CLASSES = {
   'record': 'record',
   'step': 'loop',
 }
-"""Class of each part of a step. The part `step` contains the others, so `loop` is the time between
-them. Time outside of `step` that is in no part is missing from the sum.
+"""Class of the seconds of each part of a step, keyed by part. The part `step` contains other parts,
+and its class `loop` is the time between them. Time outside of all parts belongs to no class.
 """
 _STEP = 'training/global_step'
 _REPEATABLE = ('generate', 'wait', 'load', 'train', 'loop')
@@ -56,8 +56,8 @@ def trainer_seconds(
       process samples, the time counts as `generate` (as `evaluate` in an evaluation), whichever
       part of the step is waiting.
     wall_s: seconds since the previous row of metrics.
-    is_repeated: whether an earlier attempt had completed this step and a crash undid it. If so, the
-      seconds of the classes in `_REPEATABLE` count as `recompute` instead.
+    is_repeated: whether an earlier attempt had completed this step before a crash, so that the step
+      had to be repeated. If so, the seconds of the classes in `_REPEATABLE` count as `recompute`.
   """
   seconds: collections.Counter[str] = collections.Counter()
   for name, own in parts.items():

@@ -66,7 +66,9 @@ class Entry:
   attempt: int
   """Number of the attempt (start of the run) that introduced the configuration."""
   time: float
-  """Time at which that attempt began its first step, in seconds since 1970."""
+  """Time at which the attempt that introduced the configuration began its first step, in seconds
+  since 1970.
+  """
   config: dict[str, Any]
   """The complete configuration as JSON."""
   changes: tuple[Change, ...] = ()
@@ -74,8 +76,9 @@ class Entry:
   parent: Parent | None = None
   """Commit from which the run branched at this step; None if the run did not branch here."""
   machine: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  """Numbers of `devices` and `processes` that made the step. Empty if an earlier version of this
-  program made the step, or if the run is a branch that has not begun.
+  """Numbers of devices and processes with which the step was made, keyed by 'devices' and
+  'processes'. Empty if an earlier version of this program made the step, or if the run is a branch
+  that has not begun.
   """
 
   def to_json(self) -> dict[str, Json]:

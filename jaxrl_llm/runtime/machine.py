@@ -63,7 +63,7 @@ def resources(directory: pathlib.Path) -> dict[str, float]:
   """Returns metrics of this process's memory and open files, and of the free space at `directory`.
 
   Memory and disk space are in GB of 10⁹ bytes. The peak device memory is the maximum over this
-  process's devices. It is absent if a device does not report it, as CPUs do not.
+  process's devices. It is absent if a device reports no peak, which is the case for CPUs.
   """
   process = psutil.Process()
   metrics = {

@@ -112,8 +112,9 @@ def write_converted_card(
 ) -> None:
   """Writes the model card of a converted model.
 
-  If the source is an export in a run directory, the card is that of the run. Otherwise, if the
-  source has a card, that card is copied and a note is added. Otherwise, a short card is written.
+  If the source is an export in a run directory, the model card of the run is written. Otherwise, if
+  the source has a card, a copy of this card with a note is written. Otherwise, a short card is
+  written.
 
   Args:
     source: directory of the source.
@@ -169,7 +170,7 @@ def typed_command(argv: Sequence[str]) -> list[str]:
 
 
 def _without_home(word: str) -> str:
-  """Returns a word of a command line without absolute paths."""
+  """Returns a word of a command line in which paths are shortened, as in `typed_command`."""
   name, equals, value = word.partition('=') if word.startswith('-') else ('', '', word)
   if not value.startswith('/') or ',' in value:
     return _without_paths(word)

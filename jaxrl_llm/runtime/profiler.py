@@ -63,4 +63,4 @@ class Profiler:
 
 
 UNPROFILED = Profiler(pathlib.Path(), ())
-"""Traces no step."""
+"""Profiler that traces no step."""

@@ -115,7 +115,7 @@ class ProgressDisplay:
     """
     took = row.get('timing_s/step')
     if stage != self._timed_stage:
-      # The first step of a stage compiles its programs, so it says nothing about the others.
+      # The first step of a stage compiles programs, so its duration is not typical of the stage.
       self._timed_stage = stage
       self._times.clear()
     elif took is not None:

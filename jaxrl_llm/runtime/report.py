@@ -225,8 +225,8 @@ def stages_of(rows: list[Row]) -> list[Row]:
     steps = [step_of(row) for row in rows if str(row.get(writers.STAGE, 'run')) == name] or [0]
     offset = end if min(steps) < end else 0
     start = end if stages else min(steps)
-    # Step 0 has a row only if it was evaluated. The row of a training step is written after the
-    # step.
+    # The row of a training step is written after the step, so the first stage begins one step
+    # before its first row. A row of step 0 exists only if the initial policy was evaluated.
     before = end if stages else max(0, start - 1)
     end = max(steps) + offset
     stages.append({'name': name, 'start': start, 'offset': offset, 'steps': end - before})

@@ -56,7 +56,7 @@ class Span(NamedTuple):
   start: float
   end: float
   """Time of the reply, in seconds since 1970. For an unanswered request, it is the time of the last
-  event of the attempt.
+  event of the attempt; for a one-way message, it equals `start`.
   """
   fields: Mapping[str, Json]
 
@@ -93,7 +93,9 @@ class Timeline:
   numbers.
   """
   gap: str = ''
-  """Position of the first gap: its attempt, and the number of the last message before it."""
+  """Position of the first gap: its attempt, and the number of the last message before it. Empty if
+  no message is missing.
+  """
   cut: bool = False
   """Whether the log begins in the middle of an attempt, because earlier messages were not read or
   have been deleted.
@@ -101,10 +103,11 @@ class Timeline:
 
 
 def load(path: pathlib.Path, limit: int | None = None) -> Timeline:
-  """Loads the timeline from an events.jsonl. It is empty if the file does not exist.
+  """Loads a timeline from the file events.jsonl of a run. The timeline is empty if the file does
+  not exist.
 
   Args:
-    limit: maximum number of bytes to read, from the end of the log. If None, all of it is read.
+    limit: maximum number of bytes to read, from the end of the log. If None, the whole log is read.
   """
   cut = False
   spans: list[Span] = []
@@ -169,7 +172,8 @@ def _steps(spans: Sequence[Span], begun: Mapping[int, float]) -> list[Step]:
     number = span.step + 1
     same = bool(steps) and steps[-1].attempt == span.attempt
     start = steps[-1].end if same else begun[span.attempt]
-    # A crash undid steps that were not committed. The attempt that follows repeats them.
+    # After a crash, an attempt repeats the steps that were not committed. Only the last repetition
+    # of a step is kept.
     while steps and steps[-1].number >= number:
       steps.pop()
     roles = BUSY if (span.attempt, span.step) in explored else ['trainer']

@@ -131,7 +131,7 @@ def _chosen(files: list[File], budget: int) -> tuple[list[File], float]:
 def _leading_groups(path: pathlib.Path, limit: float) -> Iterator[Row | None]:
   """Yields the rows of a rollouts file, with None for each invalid line.
 
-  After more than `limit` bytes, it stops at the end of the current group.
+  Once more than `limit` bytes have been read, stops at the end of the current group.
   """
   size, last = 0, None
   with path.open('rb') as file:
@@ -287,10 +287,12 @@ def _compact(row: Row, tokens: _Indices, scores: _Indices) -> Row | None:
 
 
 def _turns(row: Row, length: int) -> Row:
-  """Returns the turns of a rollout in the page's compact form, with up to three keys. For each
-  turn, `w` lists [whether the turn is an observation, its end, its text if its tokens do not spell
-  the text]. `h` lists the rewards of the policy's turns. For the tokens of each version, `l` lists
-  [start, end, step of the version].
+  """Returns the turns of a rollout in the page's compact form, a mapping with up to three keys.
+
+  `w` has one list for each turn: 1 for an observation or 0 for the policy, the index of the token
+  after the turn and, if the turn's tokens do not spell its text, the text. `h` has the rewards of
+  the policy's turns. `l` has one list for each range of tokens that one weights version generated:
+  the range's start, its end, and the step of the version.
 
   Args:
     length: number of tokens of the rollout.

@@ -84,8 +84,8 @@ class MetricsWriter:
 
     Args:
       workdir: run directory. It is created if it does not exist.
-      committed: length of metrics.jsonl in bytes at the last commit. The file is truncated to it.
-        If None, all complete lines are kept, and only an incomplete last line is removed.
+      committed: length of metrics.jsonl in bytes at the last commit. The file is truncated to this
+        length. If None, only an incomplete last line is removed.
 
     Raises:
       RunError: metrics.jsonl is shorter than `committed`, or has no line end there.

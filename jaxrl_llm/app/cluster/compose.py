@@ -25,9 +25,9 @@ from jaxrl_llm.parallel.mesh import mesh_sizes
 from jaxrl_llm.rollout.vllm.server import options
 
 KEY = 'key'
-"""Name of the file, in the registry, that contains the job's key."""
+"""Name of the file, in the registry, with the job's key, the secret that all services share."""
 _CODE = 'code'
-"""Kind of the scorers whose programs can run on sandbox hosts."""
+"""Kind of the scorers that can run programs on sandbox hosts."""
 _REGISTRY = 'registry'
 _ANYWHERE = '0.0.0.0'
 _PUBLISHED = 'published'

@@ -16,7 +16,8 @@ LAUNCHES = 'launch'
 def write_files(job: Job, *, script: tuple[str, str] | None = None) -> None:
   """Writes `job.files`, which only this user can then read, and optionally a script.
 
-  Files in `job.files` that already exist are kept, so that a restarted job has the same key.
+  Files in `job.files` that already exist are kept, so that a restarted job has the same key (the
+  secret that its services share).
 
   Args:
     script: name and content of a file to write in the run directory's folder `LAUNCHES`. An

@@ -92,8 +92,8 @@ class Job:
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
   """Environment variables of every process."""
   files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  """Contents of files, keyed by absolute path; one of them is the job's key. The launcher writes
-  the files with mode 0600 before the processes start.
+  """Contents of files, keyed by absolute path, such as the file with the secret key that the job's
+  services share. The launcher writes the files with mode 0600 before the processes start.
   """
   restarts: int = 3
   """Maximum number of times that the system restarts the job after a failure or preemption."""
@@ -154,8 +154,8 @@ class Launcher:
   submit: Callable[[str, Job, Any], str]
   """Submits the text of a job and returns the job's id. Raises UserError if the system refuses."""
   status: Callable[[str, Any], str]
-  """Returns one line on the job with the given id, such as "RUNNING since …". Raises UserError if
-  the system does not know the id.
+  """Returns one line about the job with the given id, such as "RUNNING since …". Raises UserError
+  if the system does not know the id.
   """
   logs: Callable[[str, Any], None]
   """Prints what the processes of the job with the given id have written so far."""

@@ -44,8 +44,8 @@ _COPY = (
 """Shell program that copies files with mode 0600. Its arguments alternate between the path of a
 file and the path to which that file is copied.
 
-An existing file is kept, so that a restarted job has the same key. A file appears under its path
-only when it is complete, because all pods run this program at the same time.
+An existing file is kept, so that a restarted job has the same secret key. A file appears under its
+path only when it is complete, because all pods run this program at the same time.
 """
 _UNUSABLE, _STUCK = 2, 1
 """Exit codes after which a restart would not help: `_UNUSABLE` (the input is invalid) and `_STUCK`
@@ -83,7 +83,8 @@ class JobsetOptions:
   submitting machine.
   """
   namespace: str | None = None
-  """Kubernetes namespace of the job. If unset, that of kubectl's current context is used."""
+  """Kubernetes namespace of the job. If unset, the namespace of kubectl's current context is used.
+  """
   service_account: str | None = None
   """Service account of the pods. If unset, the pods get no token for the Kubernetes API."""
   pull_secret: str | None = None
@@ -103,7 +104,7 @@ class JobsetOptions:
   half of the node's memory.
   """
   user: int | None = None
-  """User ID and group ID of the processes. If unset, those of the image are used."""
+  """User ID of the processes, also used as their group ID. If unset, the image determines both."""
   port: int = 8476
   """Port on which the JAX coordinator listens, in the pod of trainer process 0."""
 
@@ -435,7 +436,7 @@ def _container(job: Job, group: ProcessGroup, options: JobsetOptions) -> dict:
 
 
 def _in_image(command: Sequence[str], options: JobsetOptions) -> list[str]:
-  """Replaces the interpreter of a command `PYTHON [-OPTION …] -m MODULE …` with that of the image.
+  """Replaces the interpreter of a command `PYTHON [-OPTION …] -m MODULE …` with the image's Python.
 
   Any other command is returned unchanged.
   """

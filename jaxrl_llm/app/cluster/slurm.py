@@ -397,7 +397,9 @@ def status(job_id: str, options: SlurmOptions) -> str:
 
 
 def _states(job_id: str) -> list[str]:
-  """Returns the state of a job, or those of a job array's elements, as `status` does."""
+  """Returns the line that `status` describes for a job, or one such line for each element of a job
+  array.
+  """
   _check_id(job_id)
   command = ['squeue', '--noheader', '--states=all', f'--jobs={job_id}', '--array']
   try:
@@ -439,7 +441,8 @@ def cancel(job_id: str, options: SlurmOptions) -> None:
   """Ends a job so that Slurm does not restart it.
 
   A running job's script gets SIGUSR2 and then stops the trainer, which may take until the job's
-  time limit to commit. After a plain `scancel`, Slurm would kill it after the cluster's KillWait.
+  time limit to commit. After a plain `scancel`, Slurm would kill the trainer once the cluster's
+  KillWait has passed.
   """
   states = _states(job_id)
   if all(state.split()[1] in _ENDED for state in states):

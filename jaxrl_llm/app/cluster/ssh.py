@@ -4,9 +4,9 @@ The script runs on any machine that can log in to all hosts by ssh without a pas
 job's files, and a script for each process, to `Job.workdir` on the hosts. The copies have mode
 0600, and their contents travel over the connection, so that no command line shows them. The script
 then starts the processes and supervises them until they end. `ssh_launcher.sh` describes what it
-does when a process ends, and with which code it exits. On its host, each process runs beside the
-script `ssh_process.sh`, which watches it. Every host needs setsid, timeout and mktemp (from
-util-linux and coreutils), and a POSIX shell as login shell.
+does when a process ends, and with which code it exits. On its host, each process is started and
+watched by the script `ssh_process.sh`. Every host needs setsid, timeout and mktemp (from util-linux
+and coreutils), and a POSIX shell as login shell.
 
 Each process writes its output to `logs/GROUP-NUMBER.log` in the run directory. If the job
 runs in the background, the script's own output is in `logs/launcher.log`. The file
@@ -51,8 +51,9 @@ The file's other fields are the numbers `restarts`, `at` and `code`; `code` may 
 """
 _STATE_BYTES = 1 << 16
 _SILENCE_S = 30
-"""Seconds without a message after which the other side is considered lost. A process that hears
-nothing from the launching script is ended on its host, and the script closes a silent connection.
+"""Seconds without a message after which the connection between the launching script and a process
+is considered lost. The process is then ended on its host, and the launching script closes the
+connection.
 """
 _START_S = 300
 """Maximum time in seconds for copying the files to all hosts."""
@@ -222,7 +223,7 @@ def _copying(config: str, host: str, files: Mapping[str, str], scripts: Mapping[
   """Returns a shell command that writes files on a host.
 
   The remote shell reads the contents from its standard input. Existing files are kept if they
-  belong to `files`, so that a restarted job has the same key. Scripts are overwritten.
+  belong to `files`, so that a restarted job has the same secret key. Scripts are overwritten.
   """
   lines = [_PUT]
   for path, content in sorted(files.items()):
@@ -410,9 +411,10 @@ def logs(workdir: str, options: SshOptions) -> None:
 
 
 def cancel(workdir: str, options: SshOptions) -> None:
-  """Asks the launching script to stop the job, as SIGTERM to the script would.
+  """Asks the launching script, through its FIFO, to stop the job.
 
-  The processes then have the grace period to commit and end.
+  The script reacts as if it had received SIGTERM: the processes have the grace period to commit and
+  end.
   """
   state = _state(workdir)
   if state['state'] == 'ended':

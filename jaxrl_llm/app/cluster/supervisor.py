@@ -5,16 +5,16 @@
 
 Each process gets JAX_COORDINATOR_ADDRESS (a free port of 127.0.0.1), JAX_NUM_PROCESSES and
 JAX_PROCESS_ID. It also gets NPROC, the number of threads of XLA's CPU pool, on which the last bits
-of results may depend. Unless NPROC is already set, it is this machine's number of cores divided by
-N. The supervisor passes on each line that a process prints, with a prefix: `[0]` for process 0,
-`[s0]` for service 0.
+of results may depend. Unless NPROC is already set, it is the number of cores that the supervisor
+may use, divided by N (1 on systems other than Linux). The supervisor passes on each line that a
+process prints, with a prefix: `[0]` for process 0, `[s0]` for service 0.
 
 Invariant: the job ends as a whole. A process fails if a signal ends it or its exit code is not 0.
 When a process fails, the supervisor reports which process it was and how it ended. It then sends
 SIGTERM to the other processes, and SIGKILL to those that are left `grace_s` seconds later. It exits
-with the exit code of the failed process, or with 128 + the signal's number. With default flags this
-takes less than 40 seconds, and usually far less. When a process finishes successfully, the other
-processes may run for `linger_s` seconds more.
+with the exit code of the failed process, or with 128 + the signal's number. With default flags, the
+job has ended less than 40 seconds after the failure, and usually much sooner. When a process
+finishes successfully, the other processes may run for `linger_s` seconds more.
 
 The supervisor forwards SIGINT and SIGTERM to every process. The processes then have `linger_s`
 seconds to commit their progress; a second signal kills them. The supervisor exits with their exit
@@ -136,7 +136,7 @@ class ProcessEnd:
 
   @property
   def may_pass(self) -> bool:
-    """Whether the cause may be transient, so that a restart of the job may succeed."""
+    """Whether the cause of this end may be transient, so that a restart of the job may succeed."""
     return self.code < 0 or self.exit_code == os.EX_TEMPFAIL or (self.of_service and self.code != 2)
 
   @property

@@ -108,7 +108,8 @@ def read_yaml(text: str, name: str = 'value') -> Json:
 
 
 def read_mapping(text: str, path: pathlib.Path) -> dict[str, Json]:
-  """Parses a file's YAML text. Raises UserError as `read_yaml` does, and if it is not a mapping.
+  """Parses a file's YAML text. Raises UserError if the text is not a mapping, or if `read_yaml`
+  rejects the text.
 
   Args:
     path: path of the file, for error messages.

@@ -63,13 +63,14 @@ class Script:
 class _Branch:
   """State of a compound command (such as `if`, `case` or a loop) during reading.
 
-  `active` and `taken` are None if they depend on an unknown condition.
+  `active` says whether the script would run the commands of the current branch. `active` and
+  `taken` are None if they depend on an unknown condition.
   """
 
   active: bool | None
   taken: bool | None = None
-  """Whether the current or an earlier branch of the same `if` or `case` was active; None if
-  unknown.
+  """Whether the script would run the current or an earlier branch of the same `if` or `case`; None
+  if unknown.
   """
   subject: Word | None = None
   """Word that a `case` compares with its patterns."""
@@ -326,7 +327,8 @@ class _Reader:
     self._variables[name] = value
 
   def _fields(self, *, split: bool = True, until: str = '') -> list[Word]:
-    """Reads a word up to a blank or operator, or a text up to the character `until`.
+    """Reads a word up to a blank or operator, or a text up to the character `until`. Returns the
+    words that result from substitution.
 
     Args:
       split: whether substituted values are split at blanks.

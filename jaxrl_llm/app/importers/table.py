@@ -84,7 +84,7 @@ class Outcome:
   """Name and value of the counterpart, or the reason for its absence."""
 
 
-# Functions that convert a value, or raise Unreadable.
+# Each of the following functions converts a value. It raises Unreadable if that is impossible.
 
 
 def integer(value: Json) -> int:

@@ -1,4 +1,4 @@
-"""Translates those settings that depend on several of TRL's arguments."""
+"""Translates the settings that depend on several of TRL's arguments at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translates those settings that depend on several of verl's keys."""
+"""Translates the settings that depend on several of verl's keys at the same time."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from jaxrl_llm.app.schema import Config
 
 _WIDTH = 100
 Comments = Mapping[tuple[str, str], str]
-"""Comments for fields, keyed by (class name, field name). Each is written at the end of the line of
-its field.
+"""Comments for fields, keyed by (class name, field name). A comment is written at the end of the
+line that sets the field.
 """
 
 

@@ -63,16 +63,16 @@ class Curated(NamedTuple):
   rows: list[dict[str, Json]]
   """Source rows of the kept tasks, with the measurements added."""
   passed: list[Passed]
-  """For each filter of the selection, the numbers of tasks that it was given and dropped: first the
-  filter by pass rate, then, if guesses were made, the filter by guesses.
+  """Numbers of tasks that each filter received and dropped. The filter by pass rate comes first. If
+  guesses were made, the filter by guesses comes second.
   """
 
 
 async def curate(
   config: Config, run: pathlib.Path, step: int, name: str, how: CurateConfig
 ) -> Curated:
-  """Measures the tasks of taskset `name` with the policy committed at `step`, and returns those to
-  keep. Step 0 is the initial policy.
+  """Measures the tasks of taskset `name` with the policy committed at `step`, and returns the tasks
+  to keep. Step 0 is the initial policy.
   """
   if name not in [taskset.name for taskset in config.tasksets]:
     raise UserError(

@@ -49,8 +49,8 @@ async def evaluate(
   """Yields a mapping with `step`, `suite`, `metrics` and `rows` for each step and suite. The rows
   have the form of the files in the run's folder `evals/`.
 
-  Only reads the run. Steps whose commits a live run removes in the meantime are skipped with a
-  warning.
+  Only reads the run, which may still be active. If the run removes the commit of a step in the
+  meantime, the step is skipped with a warning.
   """
   if not config.evaluation:
     raise UserError(

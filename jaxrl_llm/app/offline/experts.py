@@ -52,8 +52,8 @@ _ROLES = ('system', 'user', 'assistant', 'tool')
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-  """A corrected answer that a person or program gives to the task of a sample. Raises UserError if
-  a field is empty or not a string.
+  """A person's or program's correction of the answer in a sample. Raises UserError if a field is
+  empty or not a string.
   """
 
   uid: str
@@ -150,7 +150,9 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertSource:
-  """A row before it is rendered. It consists of messages and an answer, or of tokens."""
+  """Content of an expert row before its conversion to a sample. Either `messages` and `answer` are
+  given, or `tokens` and `prompt_len`.
+  """
 
   messages: tuple[Json, ...] = ()
   answer: str = ''
@@ -368,7 +370,7 @@ def add_run(
 
 
 def add_corrections(run: Run, corrections: Iterable[tuple[str, Correction]]) -> Report:
-  """Adds corrected answers to samples of this run.
+  """Adds people's corrections of this run's answers to the run, as expert rows.
 
   Args:
     corrections: pairs (place, correction). The place, such as a file and line, is named in the
@@ -434,7 +436,8 @@ def _add(run: Run, rows: Iterable[tuple[str, ExpertRow | str]]) -> Report:
   """Adds rows, a few hundred at a time.
 
   Args:
-    rows: pairs of a place, which is named in the report, and a row or the reason why it is refused.
+    rows: pairs (place, row), or (place, reason) for a refused row. The place, such as a file and
+      line, is named in the report.
   """
   added, known, refused = 0, [], []
   batch: list[tuple[str, ExpertRow]] = []

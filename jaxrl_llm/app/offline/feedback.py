@@ -182,8 +182,8 @@ def export_pairs(directory: str | os.PathLike, file: pathlib.Path) -> Pairs:
   """Writes preference pairs as JSON Lines, in the form that `PreferencesConfig` reads.
 
   A pair consists of two samples of a group with different mean verdicts. Verdicts of different
-  scorers are compared separately. The samples may still wait for rewards, or have waited before.
-  Groups that have samples of several turns are left out.
+  scorers are compared separately. Samples that still wait for rewards are included, as are samples
+  that no longer wait. Groups that have samples of several turns are left out.
   """
   values: dict[tuple[str, int, str], list[float]] = {}
   for verdict in given(directory):

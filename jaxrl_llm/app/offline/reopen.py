@@ -218,7 +218,9 @@ def _prepared(
   scratch: pathlib.Path,
   load: Callable[[str], Taskset] | None,
 ) -> Prepared:
-  """Prepares `config` in the directory `scratch`, with the tokenizer and static rows of the run."""
+  """Calls `prepare` with the directory `scratch`, into which the run's tokenizer is copied and the
+  run's static rows (examples, pairs and other rows in files) are linked.
+  """
   if (run / TOKENIZER).is_dir():
     shutil.copytree(run / TOKENIZER, scratch / TOKENIZER)
   (scratch / DATA).mkdir()

@@ -52,8 +52,8 @@ _NOT_OF_THE_PLAN = (
   'run/clock_decisions',
   'run/engine',
 )
-"""Prefixes of metrics that depend on time or on counters of the run's host, and are not
-compared.
+"""Prefixes of the metrics that are not compared, because they depend on time or on counters of the
+run's host.
 """
 
 
@@ -234,7 +234,9 @@ def taken(
 
 
 def _metric_differences(row: Mapping[str, Json], recorded: Mapping[str, Json]) -> list[Difference]:
-  """Compares the metrics that the plan determines. Numbers must be equal in every bit."""
+  """Returns the differences between the metrics that a plan determines. Numbers are equal only if
+  all their bits are equal.
+  """
 
   def of_plan(key):
     return not key.startswith(_NOT_OF_THE_PLAN) and key not in (STAGE, STEP)
@@ -249,7 +251,8 @@ def _metric_differences(row: Mapping[str, Json], recorded: Mapping[str, Json]) -
 def _commit_differences(
   learned: Learned, checkpoints: Checkpoints, step: int
 ) -> tuple[int, list[Difference]]:
-  """Returns the number of arrays in the commit, and how `learned` differs from it.
+  """Returns the number of arrays in the commit, and the differences between `learned` and the
+  commit.
 
   Deletes the arrays of `learned`, since the devices may have room for only one of the two states.
   """

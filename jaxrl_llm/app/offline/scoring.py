@@ -1,4 +1,4 @@
-"""Scores the rows of a file with one scorer, through the same pool as a run.
+"""Scores the rows of a file with one scorer, using the scorer pool that training runs use, too.
 
 Invariant: the score file gets one score per row, in row order, or is not written at all.
 """

@@ -23,7 +23,9 @@ from jaxrl_llm.core.net.registry import (
 
 
 def define_listening(values: flags.FlagValues) -> None:
-  """Registers the listener flags."""
+  """Registers the flags that determine where a service listens and whom it admits, and the flags of
+  `define_registering`.
+  """
   flags.DEFINE_string(
     'host', None, 'Address to listen on; default: a unix socket of this user.', flag_values=values
   )

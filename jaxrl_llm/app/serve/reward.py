@@ -4,11 +4,11 @@ Request: `{prompt, completion, …}`, as scorers of kind `http` send it; `prompt
 of chat messages. Response: `{value, evidence}`, or status 400 with a one-line reason if the request
 cannot be scored.
 
-With `--step_separator`, the response also has `step_values`, like that of a process reward model:
-for each step, the score of the answer up to the end of that step. If the request has `transcript`,
-the messages of a whole conversation, the steps are the assistant's turns after the prompt.
-Otherwise, the separator divides the completion into steps. In both cases, `value` is the last step
-value.
+With `--step_separator`, the response also has `step_values`, one value for each step, as a process
+reward model would return. The value of a step is the score of the answer up to the end of the step.
+If the request has `transcript`, the messages of a whole conversation, the steps are the assistant's
+turns after the prompt. Otherwise, the separator divides the completion into steps. In both cases,
+`value` is the last step value.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def load(
   """Loads a reward model on all devices of this process, and its tokenizer.
 
   Raises:
-    UserError: the model is not a reward model.
+    UserError: `source` does not contain a reward model.
   """
   files = find_reward_model(source, '--model')
   spec, tokenizer = files.spec, files.tokenizer()
@@ -165,7 +165,7 @@ async def _healthy(request: web.Request) -> web.Response:
 
 
 Answer = tuple[tuple[dict[str, str], ...], str]
-"""(messages before an answer, the answer)."""
+"""Pair of the messages before an answer, and the answer."""
 
 
 def _read(data: bytes, step_separator: str | None = None) -> list[Answer]:

@@ -92,9 +92,12 @@ class LedgerEntry:
   error: str | None
   """Reason why the trial failed, as one line. None if it has not failed since its last start."""
   started: float | None
+  """Time of the last start of the trial's process, in seconds since 1970. None if the process has
+  never been started.
+  """
   ended: float | None
-  """Times of the last start and of the last end of the trial's process, in seconds since the epoch.
-  None if the process has never started or ended.
+  """Time of the last end of the trial's process, in seconds since 1970. None if the process has
+  never ended.
   """
 
 

@@ -45,8 +45,8 @@ class SweepPlan:
 
 
 def load_plan(spec: str, overrides: Mapping[str, Json]) -> SweepPlan:
-  """Loads a sweep file and checks the configuration of every trial that is already known; for a
-  'tpe' search, also that of one point.
+  """Loads a sweep file and checks the configuration of every trial that is already known. For a
+  'tpe' search, also checks the configuration of one point.
 
   Args:
     spec: path of a sweep file, or the name of a shipped sweep.

@@ -2,8 +2,8 @@
 
 No state is kept between decisions. For each decision, a new Optuna study is built in memory, and
 the measurements in the ledger are replayed into it in the order in which they were recorded. A
-decision therefore depends only on the ledger and the sweep, and a restarted sweep decides as the
-interrupted one would have.
+decision therefore depends only on the ledger and the sweep, and a restarted sweep makes the same
+decisions as an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ class Uniform:
   log: bool = False
   """Whether the logarithm of the values is drawn uniformly, rather than the values themselves."""
   step: float | None = None
-  """If given, only `low` plus multiples of `step` are drawn. It cannot be combined with `log`."""
+  """Spacing of the values: only `low` plus multiples of `step` are drawn. If None, any value of the
+  interval can be drawn. It cannot be combined with `log`.
+  """
 
   def __post_init__(self):
     ends = (self.low, self.high)
@@ -98,7 +100,7 @@ class SuccessiveHalving:
   first_step: int
   """Step of the first rung. With k counted from 0, rung k is at step first_step * factor**k."""
   factor: int = 3
-  """At each rung, 1/factor of the trials continue."""
+  """Reduction at each rung: only the best 1/factor of the trials continue."""
 
   def __post_init__(self):
     _check_count('SuccessiveHalving', 'first_step', self.first_step, 1)
@@ -159,7 +161,7 @@ class Sweep:
   run can be resumed.
   """
   retries: int = 2
-  """Number of times that a failed trial is started again."""
+  """Maximum number of times that a failed trial is started again."""
   start: BaseRun | None = None
   """Run from whose final weights all trials start. If None, the base configuration determines the
   initial weights.

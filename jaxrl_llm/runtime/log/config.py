@@ -31,7 +31,7 @@ class WandbConfig:
   set, otherwise the account's default.
   """
   group: str | None = None
-  """Group of runs in the project, to which this run belongs. If None, it belongs to no group."""
+  """Group, within the project, to which this run belongs. If None, the run belongs to no group."""
   tags: tuple[str, ...] = ()
   notes: str | None = None
   mode: Literal['online', 'offline'] | None = None
@@ -76,7 +76,9 @@ class LoggingConfig:
   tensorboard: bool = True
   """Whether event files for TensorBoard are written to `tensorboard/` in the run directory."""
   wandb: WandbConfig | None = None
-  """Weights & Biases; `{}` turns it on with the default settings. If None, it is off."""
+  """Settings of the log writer for Weights & Biases; `{}` turns the writer on with the default
+  settings. If None, the writer is off.
+  """
   writers: tuple[LogWriterConfig, ...] = ()
   """Custom log writers. Each runs in a separate process."""
   transcript_tokens: int | None = 100_000

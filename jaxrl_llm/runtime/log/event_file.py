@@ -5,8 +5,9 @@ length, the masked CRC-32C of the length, data, and the masked CRC-32C of the da
 protocol buffer `tensorflow.Event`.
 
 The library tensorboardX is not used for two reasons. It imports torch wherever torch is installed,
-which takes seconds and is not allowed in trainer processes. It also names its files by the second,
-so that a quick restart would overwrite a file. Only the tests use it, to read the written files.
+which takes seconds and is not allowed in trainer processes. It also puts the time in whole seconds
+into the names of its files, so that a quick restart would overwrite a file. Only the tests use
+tensorboardX, to read the written files.
 
 Invariant: a file starts with two records that are not rows. The first one has the version of the
 format. The second one marks the start of a session and makes a running TensorBoard discard what it

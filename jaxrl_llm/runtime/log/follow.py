@@ -127,7 +127,7 @@ class Follower:
   def _new_lines(self) -> Iterator[tuple[int, bytes]]:
     while line := self._file.readline(_MAX_LINE):
       if not line.endswith(b'\n'):
-        self._file.seek(-len(line), os.SEEK_CUR)  # The rest is being written.
+        self._file.seek(-len(line), os.SEEK_CUR)  # The run is still writing the line.
         return
       self._index += 1
       yield self._index - 1, line
