@@ -184,9 +184,12 @@ class Archive:
         f'archive {self._root}: cannot be copied to {workdir}, which has no commit but other files '
         f'({left[0]}); move {workdir} away, or choose another --workdir'
       )
+    run = self._read(self._root / _RUN)
+    if run is None:
+      raise UserError(f'archive {self._root}: damaged: it has commits, but no {_RUN}; restore it')
     write_durably(fetching, '')
     self._fetch_all(workdir, step)
-    write_durably(workdir / FILE, json.dumps(self._read(self._root / _RUN)))
+    write_durably(workdir / FILE, json.dumps(run))
     fetching.unlink()
 
   def _fetch_all(self, target: pathlib.Path, step: int) -> None:

@@ -238,6 +238,18 @@ def test_a_damaged_or_hostile_marker_is_one_line_and_writes_nothing(tmp_path, ma
   assert [name for name in contents(fresh) if name != 'archive.fetching'] == []
 
 
+def test_an_archive_without_the_id_of_its_run_is_refused(tmp_path):
+  location = tmp_path / 'archive'
+  archive = new_archive(str(location))
+  archive.open(run_directory(tmp_path / 'run'), commits=[])
+  archive.ship(3, written(tmp_path / 'files', a='content'), keep=[])
+  (location / 'run.json').unlink()
+  fresh = run_directory(tmp_path / 'fresh')
+  with pytest.raises(UserError, match=r'no run\.json'):
+    new_archive(str(location)).open(fresh, commits=[])
+  assert contents(fresh) == {}
+
+
 def test_a_damaged_object_is_refused(tmp_path):
   location = tmp_path / 'archive'
   archive = new_archive(str(location))
