@@ -227,7 +227,7 @@ class RowLoader:
     return iter(grain.experimental.ThreadPrefetchIterDataset(packed, prefetch_buffer_size=ahead))
 
   async def ahead(self, plan: StepPlan, shape: Shape) -> AsyncIterator[PackedStep]:
-    """Yields the plan's optimizer steps as `steps` does, without blocking the event loop."""
+    """Yields the same optimizer steps as `steps`, without blocking the event loop."""
     steps = self.steps(plan, shape)
     try:
       for number in range(len(plan.optimizer_steps)):
@@ -248,7 +248,7 @@ class RowLoader:
 
     Args:
       step: one of the plan's steps, as loaded.
-      columns: values to fill in, keyed by field of Chunks, with one entry per row of the plan.
+      columns: values to fill in, keyed by field of `Chunks`, with one entry per row of the plan.
         Tokens outside the loss mask get 0.
       in_loss: whether each row of the plan is in the loss. If False, the row's loss mask is
         cleared.

@@ -67,7 +67,9 @@ class Attempt:
   scorers of whole groups.
   """
   environment: Verdict | None = None
-  """Reward from the workflow's environment; None if there is none."""
+  """Reward from the workflow's environment. None if the workflow has no environment, or if its
+  environment gave no reward.
+  """
 
 
 Scorer = Callable[[Attempt], Verdict]
@@ -134,8 +136,8 @@ class Awaited:
   concurrency: int = 16
   """Maximum number of concurrent calls."""
   discovers: Discovers | None = None
-  """Services in the run's registry that the scorer calls. `open` must then yield an `Addressed`. If
-  None, the scorer does not discover services.
+  """Services in the run's registry that the scorer calls. If it is set, `open` must yield an
+  `Addressed`. If None, the scorer does not discover services.
   """
 
 
@@ -237,7 +239,7 @@ class ScorerConfig:
   """
   retries: int = 0
   """Maximum number of retries of a failed call. A call fails if it raises an exception or misses
-  its deadline, or if its process dies.
+  its deadline, or if the worker process dies.
   """
   on_failure: Literal['unscorable', 'drop_group', 'zero'] = 'unscorable'
   """Treatment of an attempt whose last call failed. unscorable: the attempt gets no value;

@@ -1,9 +1,10 @@
 """Tokenizes examples, and determines which tokens enter the loss.
 
-A row is encoded as a whole: a conversation as transformers' `apply_chat_template` renders it, any
-other row as its text and the end token. To locate the beginning or end of an answer, the text
-before it is encoded by itself, and the result must be equal to the first tokens of the row. Hence
-the policy learns to continue exactly the tokens with which it will be prompted.
+A row is encoded as a whole. A conversation is rendered in the same way as by transformers'
+`apply_chat_template`. Any other row consists of its text and the end token. To locate the beginning
+or end of an answer, the text before this position is encoded by itself, and the result must be
+equal to the first tokens of the row. Hence the policy learns to continue exactly the tokens with
+which it will be prompted.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-  """A text without a prompt, all of whose tokens are learned."""
+  """A text without a prompt. The loss covers all of its tokens."""
 
   text: str
 

@@ -12,7 +12,7 @@ from jaxrl_llm.core.types import Json
 _ROLES = ('system', 'user', 'assistant', 'tool')
 _CHAT_ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 _SHAREGPT_ROLES = {'human': 'user', 'gpt': 'assistant'}
-"""Names of roles in ShareGPT's messages ({from, value}), mapped to those of chat templates."""
+"""Role names of chat templates, keyed by the role names in ShareGPT's messages ({from, value})."""
 _REASONING = ('reasoning_content', 'reasoning', 'thinking')
 """Keys under which an assistant message may contain its reasoning."""
 
@@ -61,7 +61,9 @@ def roles(messages: Sequence[ChatMessage]) -> list[str]:
 
 
 def chat_message(where: str, item: Json) -> ChatMessage:
-  """Returns one message as `chat_messages` does; `where` is its place, for the error message."""
+  """Checks and converts one message; see `chat_messages`. `where` is the message's place, for error
+  messages.
+  """
   if not isinstance(item, Mapping):
     raise ValueError(f'{where} is {_shown(item)}, wanted a message {{role, content}}')
   message = {key: value for key, value in item.items() if value is not None}

@@ -58,7 +58,7 @@ class DedupConfig:
   """
 
   near: bool = True
-  """Whether to also drop tasks that differ from an earlier one only in case, spacing, sentence
+  """Whether to also drop tasks that differ from an earlier task only in case, spacing, sentence
   punctuation or the system message.
   """
 
@@ -116,8 +116,8 @@ that occur in formulas (5!, y', 2-1, brackets).
 
 def in_order(names: Iterable[str], measured: Collection[str]) -> list[str]:
   """Returns the names of tasksets in the order in which they are processed. The tasksets of
-  evaluations (`measured`) come first, so that `dedup` drops training tasks that are also in one of
-  them.
+  evaluations (`measured`) come first, so that `dedup` drops training tasks that also occur in an
+  evaluation.
   """
   return sorted(names, key=lambda name: name not in measured)
 

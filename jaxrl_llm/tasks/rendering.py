@@ -56,8 +56,8 @@ class Rendered(NamedTuple):
 
   text: str
   marks: tuple[tuple[int, int], ...]
-  """Ranges [start, end) of the characters that the template marks as the assistant's by `{%
-  generation %}`. Empty if it marks none.
+  """Ranges [start, end) of the characters of `text` that the template marks as the assistant's,
+  with `{% generation %}`. Empty if the template marks no text.
   """
 
 
@@ -126,8 +126,8 @@ class TemplateProcess:
         'OPENBLAS_NUM_THREADS': '1',
         'TRANSFORMERS_NO_ADVISORY_WARNINGS': '1',
       }
-      # The option -P keeps the program's directory out of the module search path, because some of
-      # its modules have the names of standard ones.
+      # The option -P keeps the program's directory out of the module search path, because some
+      # modules in this directory have the same names as standard modules.
       process = subprocess.Popen(
         [sys.executable, '-P', str(_PROGRAM)],
         stdin=theirs,

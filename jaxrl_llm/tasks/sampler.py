@@ -151,8 +151,8 @@ class TaskSampler:
     """Returns the next task and its visit number.
 
     Two tasks with the same prompt and the same visit number would get the same random numbers.
-    Hence, if n tasks of different tasksets have the same prompt, the visits of the first of these
-    tasks are numbered 0, n, 2n, …, those of the second 1, n + 1, …, and so on.
+    Hence, if n tasks of different tasksets have the same prompt, the first of these tasks gets the
+    visit numbers 0, n, 2n, …, the second task gets 1, n + 1, 2n + 1, …, and so on.
     """
     pool = self._pool()
     drawn, visit = self._pools[pool].next()
@@ -197,7 +197,9 @@ class TaskSampler:
     self._pools[pool].feedback(number - self._starts[pool], successes, attempts)
 
   def state(self) -> dict[str, Json]:
-    """Returns the state as JSON. A sampler that restores it draws the same tasks as this one."""
+    """Returns the state as JSON. A sampler that restores this state continues with the same draws
+    as this sampler.
+    """
     pools = [pool.state() for pool in self._pools]
     return {**self._identity, 'batch': self._batch, 'credits': self._credits, 'pools': pools}
 

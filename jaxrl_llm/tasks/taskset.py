@@ -169,7 +169,8 @@ def taskset_loader(configs: Iterable[TasksetConfig]) -> Callable[[str], Taskset]
   """Returns a function that returns the taskset with a given name. Each taskset is loaded only
   once.
 
-  Rows that several tasksets share, such as the two sides of a split, are also read only once.
+  Rows that several tasksets share, such as the splits 'train' and 'eval' of one source, are also
+  read only once.
   """
   named = {config.name: config for config in configs}
   readers = collections.Counter(_reading(config) for config in named.values())

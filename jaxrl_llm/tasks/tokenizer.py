@@ -312,7 +312,9 @@ class Tokenizer:
     return {**self._files, _GENERATION: json.dumps({'eos_token_id': list(self.stop_ids)}).encode()}
 
   def save(self, directory: str | pathlib.Path) -> None:
-    """Writes the tokenizer's files, unchanged, to a directory."""
+    """Writes the tokenizer's files, unchanged, to a directory. generation_config.json, which lists
+    additional stop tokens, is not written.
+    """
     path = pathlib.Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     for name, data in self._files.items():

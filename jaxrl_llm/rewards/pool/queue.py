@@ -80,7 +80,7 @@ class CallQueue:
     )
     self._waiting.setdefault((config.name, config.deadline_s), collections.deque()).append(call)
     self._schedule()
-    # Wait 'score': bounded for each batch, and a worker takes the next batch after it.
+    # Wait 'score': every batch in flight has a deadline, and waiting calls follow in turn.
     return await call.outcome
 
   def set_limit(self, limit: int) -> None:
@@ -125,8 +125,8 @@ class CallQueue:
     return max(1, min(MAX_BATCH, int(BATCH_S / max(longest, 1e-6))))
 
   async def _run(self, calls: Sequence[Call]) -> None:
-    """Makes the calls of a batch, and passes their outcomes or the exception to the callers. If the
-    calls must be repeated alone, queues them instead.
+    """Makes the calls of a batch, and passes their outcomes or an exception to the callers. If the
+    calls must be repeated alone, they are queued again instead.
     """
     try:
       outcomes = await self._make(calls)
@@ -150,6 +150,6 @@ class CallQueue:
 
 
 def _cancel_if_unwanted(batch: asyncio.Task, calls: Sequence[Call], _: asyncio.Future) -> None:
-  """Cancels a batch, which frees its worker, once the callers of all its calls are cancelled."""
+  """Cancels a batch if all its calls have been cancelled. This frees the batch's worker."""
   if all(call.outcome.cancelled() for call in calls):
     batch.cancel()

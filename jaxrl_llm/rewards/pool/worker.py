@@ -174,8 +174,8 @@ def call(
 ) -> CallOutcome:
   """Calls scorer `name`. An exception of the scorer is returned as the outcome of the call.
 
-  This includes SystemExit, which would otherwise end the pool's owner. Only `BadSign` is not
-  returned. It means that a verifier has attempted a forbidden operation (`rewards.watch`), and this
+  Even SystemExit is returned, because it would otherwise end the pool's owner. Only `BadSign` is
+  not returned. It means that a verifier has attempted a forbidden operation (`rewards.watch`). This
   process then exits, because its results can no longer be trusted.
 
   Args:
@@ -196,8 +196,8 @@ def call(
     sys.stderr.flush()
     os._exit(DISCARDED)
   except BaseException as raised:
-    # Frees the objects that the traceback refers to. If they fill the memory, none is left for the
-    # outcome.
+    # Frees the objects that the traceback refers to. If they filled the memory, the outcome could
+    # not be created.
     raised.__cause__ = raised.__context__ = None
     traceback.clear_frames(raised.__traceback__)
     return failed(raised, time.perf_counter() - start)
@@ -209,6 +209,6 @@ def call_each(
   """Makes several calls of scorer `name`, one after another.
 
   Args:
-    arguments: attempts and scores of each call, as `call` takes them.
+    arguments: (attempts, scores) of each call; see `call`.
   """
   return [call(name, attempts, scores) for attempts, scores in arguments]

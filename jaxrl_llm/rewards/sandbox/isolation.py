@@ -97,8 +97,8 @@ def readable() -> tuple[str, ...]:
   return tuple(paths)
 
 
-# The code directory is the last entry of `sys.path`, so that files beside `inside` cannot hide
-# Python's own modules.
+# The code directory is the last entry of `sys.path`, so that the files in it cannot hide Python's
+# own modules.
 _START = (
   'import json, os, sys; options = json.loads(os.read(0, int(sys.argv[2]))); '
   'sys.path.append(options["code"]); from inside.zygote import main; main(options)'
@@ -252,7 +252,9 @@ class Bubblewrap:
     self._processes[0].stderr.close()
 
   def start(self, errors: int = subprocess.DEVNULL) -> socket.socket:
-    """Starts a sandbox like `Zygote.start`; bwrap writes its error messages to `errors`."""
+    """Starts a sandbox like `Zygote.start`. `errors` is the destination of bwrap's error messages,
+    a value that `subprocess.Popen` accepts as `stderr`.
+    """
     self._processes = [process for process in self._processes if process.poll() is None]
     ours, theirs = socket.socketpair()
     ours.sendall(self._first)

@@ -2,8 +2,8 @@
 
 `tests` is a list of statements, a text that defines `check`, or a list of `{stdin, stdout}`. Each
 statement may be an object `{test, weight}`. Tests with `stdin` may have a `weight`, a `tolerance`,
-and limits `cpu_s` and `memory_mib` of their own. The row's `tolerance` and `limits` apply to tests
-that have none. The row's `checker` is a program that judges the outputs.
+and the limits `cpu_s` and `memory_mib`. The row's `tolerance` and `limits` are the defaults for its
+tests. The row's `checker` is a program that judges the outputs.
 """
 
 from __future__ import annotations

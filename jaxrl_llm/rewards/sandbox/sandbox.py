@@ -57,7 +57,9 @@ class Ending(enum.StrEnum):
   """The program exited with a nonzero code, or before its tests were over."""
   SIGNAL = 'signal'
   WALL = 'wall'
-  """The program reached the wall-clock limit, and not because the machine was busy."""
+  """The program reached the wall-clock limit. If it did so only because the machine was busy,
+  SandboxError is raised instead.
+  """
   CPU = 'cpu'
   """The program used up its processor time."""
   MEMORY = 'memory'

@@ -243,7 +243,8 @@ def _none_said() -> Verdict:
 def score_verl(
   attempt: Attempt, *, function: UserFunction, arguments: Mapping[str, Any]
 ) -> Verdict:
-  """Scores an attempt with a function that is called as verl's reward manager would call it.
+  """Scores an attempt with a reward function for verl, which gets the arguments that verl's reward
+  manager passes.
 
   The function returns a number, or a dict with the key `score`.
   """
@@ -306,8 +307,8 @@ class UnknownTokens(Sequence):
 
 
 def _columns(attempts: Sequence[Attempt], truth_column: str) -> dict[str, list[Json]]:
-  """Returns the rows' fields and the truths as columns in TRL's form: for each, a list with one
-  element per completion.
+  """Returns the columns that TRL passes to a reward function, keyed by name: the fields of the
+  dataset rows, and the truths. Each column is a list with one element per attempt.
   """
   names = dict.fromkeys(name for attempt in attempts for name in attempt.task.fields)
   kept = [name for name in names if name not in ('prompt', 'completion', 'completion_ids')]

@@ -160,8 +160,9 @@ def program_of(completion: str, prompt: str) -> str | None:
 
   The program is the block that `fenced` finds in the text after the thoughts, or this whole text if
   there is no such block. Code in the prompt is put before the program in two cases: if the program
-  does not parse without it, as an indented function body does not, or if the code in the prompt is
-  itself complete and defines or imports something. In both cases, the two together must parse.
+  alone does not parse (for example, because it is an indented function body), or if the code in the
+  prompt is complete and defines or imports something. In both cases, the code in the prompt and the
+  program must parse together.
   """
   answer = completion.rpartition('</think>')[2]
   block = fenced(answer)

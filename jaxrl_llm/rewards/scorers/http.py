@@ -35,8 +35,8 @@ class EndpointOptions(DiscoveringOptions):
   """How the values of steps in the responses (`step_values`) become the reward. last, mean, min,
   product, sum: the attempt's value is this function of them; turns: the value of step k is the
   reward of the policy's turn k; turn_differences: the value of step k minus the value of step k - 1
-  is the reward of turn k. For the last two, requests also contain `transcript`, the messages of the
-  conversation. If None, the response's `value` is used instead.
+  is the reward of turn k. With turns and turn_differences, requests also contain `transcript`, the
+  messages of the conversation. If None, the response's `value` is used instead.
   """
 
 

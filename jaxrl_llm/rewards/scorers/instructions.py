@@ -349,7 +349,10 @@ class InstructionsOptions:
 
 
 def score_instructions(attempt: Attempt, *, options: InstructionsOptions) -> Verdict:
-  """Scores the text after the thoughts. Blank text follows no instruction."""
+  """Scores whether the text after the thoughts follows the row's instructions (see
+  `InstructionsOptions.credit`). Blank text follows no instruction. The value is None if the row's
+  instructions are invalid.
+  """
   try:
     checks = read_instructions(attempt.task.fields)
   except ValueError as error:

@@ -185,8 +185,8 @@ def _latin(sentence: list[str], language: str) -> bool:
 
 
 def share(text: str, language: Language) -> tuple[float, int]:
-  """Returns the share of words in the language and the number of words; (0, 0) if there are no
-  words.
+  """Returns (share of the words that are in the language, number of words). Returns (0, 0) if there
+  are no words.
   """
   scripts = SCRIPTS.get(language, frozenset({'LATIN'}))
   right = total = 0

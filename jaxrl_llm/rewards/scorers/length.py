@@ -24,7 +24,7 @@ class OverlongOptions:
   max_length: int
   """Response length in tokens at which the full penalty is reached."""
   buffer: int
-  """Number of tokens up to `max_length` over which the penalty grows from 0 to its full size."""
+  """Number of tokens below `max_length` over which the penalty grows from 0 to its full size."""
   factor: float = 1.0
   """Magnitude of the full penalty."""
 
@@ -54,7 +54,8 @@ def overlong_scorer(**options: Any) -> Scorer:
 class LengthOptions:
   correct_by: str = ''
   """Name of the scorer that decides correctness: a value of at least 1 counts as correct. If empty,
-  the first scorer that applies to the task decides.
+  the first scorer that applies to the task decides. Scorers of groups, delayed scorers and the
+  trainer's reward model cannot decide.
   """
 
 

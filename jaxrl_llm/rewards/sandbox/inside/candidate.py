@@ -1,8 +1,8 @@
 """Code of the untrusted program's process: runs the program, then answers the tests' process.
 
-No other process trusts this one, because the program can change all of it. The program can reach
-only its own process, a socket to the tests' process (which accepts only answers and calls of the
-tests' functions), and two pipes for its output.
+No other process trusts this one, because the program can change everything in it. The program can
+reach only its own process, a socket to the tests' process (which accepts only answers and calls of
+the tests' functions), and two pipes for its output.
 """
 
 from __future__ import annotations

@@ -72,7 +72,9 @@ _MOST_RAISED = 1000
 each exception keeps other objects alive.
 """
 _SHOWN = '_shown'
-"""Attribute of an exception that stores its text if its arguments do not determine the text."""
+"""Name of the attribute in which an exception stores its text, if its arguments do not determine
+the text.
+"""
 
 
 class ProgramError(BaseException):

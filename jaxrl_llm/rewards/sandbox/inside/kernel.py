@@ -182,7 +182,9 @@ _OPERATIONS = {'load': 0x20, 'equal': 0x15, 'at least': 0x35, 'and': 0x54, 'answ
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32, 40, 48, 56)
-"""Byte offsets in `struct seccomp_data`. For each argument, the offset of its low 32 bits."""
+"""Byte offsets in `struct seccomp_data`: of the number of the system call, of the architecture, and
+of the low 32 bits of each argument.
+"""
 
 
 def _filter(machine: str) -> list[str | _Step]:

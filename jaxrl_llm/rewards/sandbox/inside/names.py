@@ -83,8 +83,8 @@ def read_names(tests: Iterable[str], entry_point: str | None) -> Names:
       # The name of a standard module refers to that module, even if the tests import it only later.
       if name in sys.stdlib_module_names and name != entry_point:
         modules.setdefault(name, set()).add(node.attr)
-  # If the tests use another name that only the program can define, built-in names refer to Python's
-  # own functions.
+  # If the tests use any name that only the program can define, built-in names refer to Python's own
+  # functions.
   free = wanted - bound - modules.keys()
   of_program = {entry_point} if entry_point else free
   ambiguous = set() if of_program else {name for tree in trees for name in _called_builtin(tree)}

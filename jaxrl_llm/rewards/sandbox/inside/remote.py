@@ -27,14 +27,14 @@ class Origin(enum.Enum):
   """
 
   NAMED = enum.auto()
-  """Class that the tests name, or an attribute of one."""
+  """Class that the tests name, or an attribute of such a class."""
   MADE = enum.auto()
   """Instance that the tests made by calling a class that they name, or the result of an operator on
   such instances. If an operand is a plain value or COMPUTED, the result is COMPUTED instead.
   """
   COMPUTED = enum.auto()
-  """Result of an operator with an operand that was itself COMPUTED or was a plain value of the
-  tests. The program has then seen that value.
+  """Result of an operator if one of its operands was a plain value of the tests or was itself
+  COMPUTED. The program has seen that plain value.
   """
   RESULT = enum.auto()
   """Result of a call, or an object that the tests obtained as an attribute or item of another

@@ -129,7 +129,8 @@ class Supervisor:
     True if no time is left for further runs.
 
     Args:
-      lower: limits of this run. A limit has no effect if it is above the general one.
+      lower: limits of this run, keyed by name. A limit has no effect if it is above the limit for
+        the whole program.
     """
     cpu_s = self._usage.used_s + lower.get('cpu_s', math.inf)
     limits = dataclasses.replace(
@@ -156,8 +157,8 @@ class Supervisor:
     run.wait_for(pid)
     run.finish()
     ended = run.ended[pid]
-    # Reaching a lower limit of this run leaves time for further runs; reaching the general limit
-    # does not.
+    # A run that reaches only its own lower limit leaves time for further runs. A run that reaches
+    # the limit for the whole program leaves none.
     lowered = limits.cpu_s < self._limits.cpu_s and self._usage.used_s < self._limits.cpu_s
     spent = ended['ended'] == 'wall' or (ended['ended'] == 'cpu' and not lowered)
     return {
@@ -303,7 +304,7 @@ class _Proc:
     """Returns the number of bytes that the sandbox's sockets can buffer. This memory belongs to no
     process.
 
-    Returns 0 if the sandbox has no namespaces of its own.
+    Returns 0 if the sandbox shares the host's namespaces.
     """
     with (
       contextlib.suppress(OSError, IndexError, ValueError),
@@ -454,8 +455,8 @@ def _close_all_but(keep: set[int]) -> None:
 
 
 def _exit_code(work: Callable[[], Any]) -> int:
-  """Runs `work` as Python runs a main program, including what Python does at exit. Returns the exit
-  code.
+  """Runs `work` in the same way as Python runs a main program. This includes the steps at exit:
+  ending threads, calling registered functions and flushing files. Returns the exit code.
   """
   sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = [
     open(number, mode, encoding='utf-8', errors='backslashreplace', closefd=False)

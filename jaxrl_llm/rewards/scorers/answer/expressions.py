@@ -192,8 +192,8 @@ def tight(text: str) -> str:
 
 
 def is_name(left: str) -> bool:
-  """Returns whether an equation's left side names the right side. `x`, `f(2)` and `AB` do; `2x` and
-  `x + 1` do not.
+  """Returns whether the left side of an equation is a name for the right side, such as `x`, `f(2)`
+  or `AB`. `2x` and `x + 1` are not names.
   """
   bare = _ARGUMENTS.sub('', re.sub(r"\^\s*\{\s*-1\s*\}|\^\s*-1|'", '', left))
   return re.search(

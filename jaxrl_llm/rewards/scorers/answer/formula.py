@@ -27,7 +27,9 @@ class Node(NamedTuple):
   """Kind of the node: `number`, `symbol`, `constant`, an operation, or the name of a function."""
   parts: tuple[Node, ...] = ()
   value: Any = None
-  """Value if the node is a `number`, or the name of a `symbol`, `constant` or `opaque` function."""
+  """Value of a `number`, or name of a `symbol`, a `constant` or an `opaque` function. None for all
+  other kinds of nodes.
+  """
 
 
 class Formula(NamedTuple):

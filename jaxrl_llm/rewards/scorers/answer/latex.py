@@ -33,7 +33,9 @@ _RUNS = (
 )
 _ROOT = re.compile(r'√\s*\(')
 _ROOT_OF_NUMBER = re.compile(r'√\s*(\d+(?:\.\d+)?)')
-"""Matches roots such as `√12`, whose number needs braces in LaTeX: `\\sqrt 12` is the root of 1."""
+"""Matches roots such as `√12`. In LaTeX, the number needs braces, because `\\sqrt 12` means the
+root of 1, followed by 2.
+"""
 _END = r'(?![a-zA-Z])'
 _FONT = r'\\(?:mathrm|mathit|mathbf|mathsf|mathtt|mathnormal|operatorname\*?)'
 _STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(

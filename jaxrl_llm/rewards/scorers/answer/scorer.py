@@ -237,7 +237,7 @@ def found_answer(attempt: Attempt, options: AnswerOptions) -> Extraction:
 
 
 def _left_open(options: AnswerOptions, chosen: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns those values in `chosen` whose options the user has not set. If the user has set
+  """Returns the values in `chosen` for the options that the user has not set. If the user has set
   `mode`, `units` is left out too, because its chosen value fits only the chosen mode.
   """
   if options.mode is None:
@@ -268,7 +268,7 @@ def choose_options(
 
 
 def _settled(options: AnswerOptions, truth: str) -> AnswerOptions:
-  """Chooses the options that are not set, based on this truth alone."""
+  """Returns the options. Those that are not set are chosen from this truth alone."""
   if options.mode is not None and options.extraction is not None:
     return options
   return dataclasses.replace(options, **_left_open(options, choose([truth]).options))

@@ -21,8 +21,8 @@ MAX_BITS = 20_000
 Larger numbers raise Undefined.
 """
 DIGITS = 60
-"""Number of decimal digits in floating-point values. If intermediate results are large, the values
-have additional digits, as many as the largest of these results has before its decimal point.
+"""Number of decimal digits in floating-point values. If intermediate results are large, values have
+additional digits: one for each digit before the decimal point of the largest intermediate result.
 """
 _MAX_LOST = 1_000
 """Maximum number of digits before the decimal point of an intermediate result. The limit applies to

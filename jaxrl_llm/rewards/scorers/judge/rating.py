@@ -74,7 +74,7 @@ class Rating(NamedTuple):
   scores: dict[str, float]
   """Number from 0 to 1 for each criterion, keyed by name."""
   priority: float
-  """Σ wᵢ sᵢ over the criteria."""
+  """Weighted sum of the scores, Σ wᵢ sᵢ over the criteria."""
   reasoning: str
 
 

@@ -378,7 +378,7 @@ def _standing(
   Args:
     index: index of the attempt in its group.
     games: pairs of attempts that were compared, as indices.
-    results: for each pair, what `_compare` returned.
+    results: result of `_compare` for each pair.
     model: name of the judge's model, for the evidence.
   """
   values, disagree = [], 0

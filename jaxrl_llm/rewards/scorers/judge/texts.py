@@ -164,7 +164,7 @@ def fill(template: str, mode: str, texts: Mapping[str, str], form: str | None = 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
   if len(named := dict(pairs)) < len(pairs):
-    # Not a ValueError, after which the search would continue with the objects inside this one.
+    # A ValueError would make `read_answer` continue with the objects inside this object.
     raise Malformed('a name occurs twice in one of its JSON objects')
   return named
 
