@@ -35,14 +35,14 @@ def whole(mesh, tree):
   return jax.device_put(tree, replicated(mesh))
 
 
-def state_on(mesh, seed=0):
+def state_on(mesh, seed=0, columns=8):
   """Sharded float32 and bfloat16 with the values that copying through text or another dtype would
   lose.
   """
   rng = np.random.default_rng(seed)
   odd = np.array([[-0.0, np.nan, np.inf, np.finfo(np.float32).smallest_subnormal]] * 4, np.float32)
   host = {
-    'kernel': rng.normal(size=(16, 8)).astype(np.float32),
+    'kernel': rng.normal(size=(16, columns)).astype(np.float32),
     'half': jnp.asarray(rng.normal(size=(8, 4)), jnp.bfloat16),
     'odd': odd,
   }
@@ -89,7 +89,7 @@ def test_a_commit_comes_back_bit_for_bit_on_the_same_shardings(tmp_path, mesh):
 
 
 def test_moments_are_rounded_once_to_the_stated_dtype_and_nothing_else_is(tmp_path, mesh):
-  state = state_on(mesh, seed=3)
+  state = state_on(mesh, seed=3, columns=1024)  # Large beside the files' own metadata.
   rng = np.random.default_rng(0)
   state['train']['opt_state'] = jax.tree.map(
     lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding) if x.ndim else x,
@@ -101,7 +101,8 @@ def test_moments_are_rounded_once_to_the_stated_dtype_and_nothing_else_is(tmp_pa
     saved.save(1, state, HOST)
     arrays = tmp_path / name / 'checkpoints' / '1' / 'arrays'
     sizes.append(sum(file.stat().st_size for file in files_of(arrays)))
-  assert sizes[1] < sizes[0]
+  moments = 2 * 16 * 1024
+  assert sizes[0] - sizes[1] > 1.5 * moments  # Two bytes fewer each, less what differs by chance.
   restored = checkpoints(tmp_path / 'rounded').restore(1, jax.eval_shape(lambda x: x, state))
   rounded = jax.tree.map(
     lambda x: x.astype(jnp.bfloat16).astype(x.dtype) if x.ndim else x, state['train']['opt_state']
