@@ -42,7 +42,7 @@ from jaxrl_llm.app.composition.state import (
 )
 from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.dry_run.compiled import held_table
-from jaxrl_llm.app.dry_run.memory_plan import Target
+from jaxrl_llm.app.dry_run.memory_plan import Search, Target
 from jaxrl_llm.app.dry_run.programs import held
 from jaxrl_llm.app.planning import agreed
 from jaxrl_llm.app.schema import Config
@@ -57,7 +57,7 @@ from jaxrl_llm.core.types import Json
 from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master import loop
 from jaxrl_llm.master.keeper import Start
-from jaxrl_llm.master.loop import Outcome
+from jaxrl_llm.master.loop import LoopState, Outcome
 from jaxrl_llm.master.phases import Phase
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.models.api import build_model
@@ -232,81 +232,21 @@ async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp
 
 
 async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
-  device, coordinator, checkpoints = launch.device, launch.coordinator, launch.checkpoints
-  ready: _SetUp | None = None
-
-  async def set_up() -> Json:
-    nonlocal ready
-    ready = await _set_up(config, path, launch)
-    return ready.facts
-
-  facts = _facts(await coordinator.broadcast(set_up() if coordinator.leads else None))
-  config = ready.config if ready else with_values(config, facts.automatic)
-  mesh = build_mesh(config.learner.mesh)
-  target = Target(mesh, None, facts.spec, facts.lengths, facts.engine_bytes)
-  tell = Console(markup=False, highlight=False, soft_wrap=True).print if ready else logging.debug
-  config, search = await agreed(config, target, coordinator, device, tell)
-  stages = build_stages(config, mesh, facts.spec.vocab_size, facts.lengths)
-  model = build_model(model_spec(config, facts.spec), policy_options(config), mesh)
-  reward_model = build_reward_model(config, mesh, model)
-  if ready:
-    roles = held(stages, model, critic_model(model), mesh, reward_model)
-    Console(highlight=False).print(held_table(mesh, roles))
-  committed = checkpoints.host(facts.step) if facts.step else None
-  events = SILENT
-  if ready:
-    limit = config.logging.event_bytes
-    events = EventLog(path, attempt=facts.attempt, step=facts.step, max_bytes=limit)
-  setup = Setup(
-    config=config,
-    workdir=path,
-    stages=stages,
-    model=model,
-    checkpoints=checkpoints,
-    process=Process(coordinator=coordinator, device=device, mesh=mesh, events=events),
-    reward_model=reward_model,
-    registry=ready.registry if ready else None,
-    archive=ready.archive if ready else None,
-    next_attempt=launch.workdir.next_attempt if ready else None,
-    explorer_command=explorer.command,
-  )
-  state, base = await device.run(committed_state, setup, facts.step)
-  if reward_model is not None:
-    reward_model.check(committed or {})
-  if reward_model is not None and reward_model.files is not None:
-    scorer = await device.run(reward_model.read, mesh)
-    state = dataclasses.replace(state, learned=state.learned._replace(reward_model=scorer))
-  bests = committed_bests(committed, config, stages) if committed else {}
-  state = dataclasses.replace(state, attempt=facts.attempt, bests=bests)
-  resources = open_resources(setup, ready.prepared, committed) if ready else None
-  best, best_of = None, first_suite(config)
-  if committed and committed['best'] and committed.get('best_of', best_of) == best_of:
-    best = tuple(committed['best'])
-  start = Start(
-    stop=launch.stop,
-    best=best,
-    best_of=best_of,
-    base=base,
-    reward_model=reward_model and reward_model.fingerprint,
-  )
-  parts = build_parts(setup, start, resources, ready.prepared if ready else None)
+  ready, facts = await _agree(config, path, launch)
+  setup, search = await _build(config, path, launch, ready, facts)
+  committed = launch.checkpoints.host(facts.step) if facts.step else None
+  state, start = await _restore(setup, launch.stop, facts, committed)
+  prepared = ready.prepared if ready else None
+  resources = open_resources(setup, prepared, committed) if ready else None
+  parts = build_parts(setup, start, resources, prepared)
   state = await loop.enter(parts.phases, Phase.START, state)
-  has_work = state.step < stages[-1].end or not state.evaluated
+  has_work = state.step < setup.stages[-1].end or not state.evaluated
   async with _opened(resources, setup.process, start=has_work):
     with setup.process.stopwatch.timed('enter'):
       launch.begin()
       if resources:
-        await asyncio.to_thread(
-          launch.workdir.record,
-          config,
-          commit=facts.step,
-          attempt=facts.attempt,
-          machine=size(),
-          committed_by=committed['machine'] if committed else {},
-        )
-        if not facts.step:
-          write_choices(path, added_flags(), search and search.to_json())
-        _announce(history.read(path)[-1], facts.step, events)
+        await asyncio.to_thread(_record, setup, launch.workdir, facts, committed, search)
+        _announce(history.read(path)[-1], facts.step, setup.process.events)
         if facts.step and has_work:
           _note_resume(resources.logs.progress, facts.step, committed, ready)
       # Objects that remain from set-up live as long as the run. Freezing them keeps later garbage
@@ -315,17 +255,136 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
       gc.freeze()
     outcome = await loop.run(parts, state)
   if outcome.stop:
-    newest = max(checkpoints.steps(), default=0)
-    return _stopped(outcome, path, newest, leads=coordinator.leads)
-  prepared = ready.prepared if ready else None
-  cards = await device.run(_export, config, path, prepared, model.spec, outcome.state.learned, mesh)
-  if ready:
-    await asyncio.to_thread(_finish, config, path, cards)
-    if ready.archive is not None:
-      # The newest commit again, now with the exported models and the report.
-      await asyncio.to_thread(archiver(ready.archive, path, checkpoints))
-  device.close()
+    newest = max(launch.checkpoints.steps(), default=0)
+    return _stopped(outcome, path, newest, leads=launch.coordinator.leads)
+  await _complete(setup, prepared, outcome.state.learned)
+  launch.device.close()
   return 0
+
+
+async def _agree(
+  config: Config, path: pathlib.Path, launch: _Launch
+) -> tuple[_SetUp | None, _Facts]:
+  """Sets process 0 up, and returns its facts in every process. The other processes have no
+  `_SetUp`.
+  """
+  ready: _SetUp | None = None
+
+  async def set_up() -> Json:
+    nonlocal ready
+    ready = await _set_up(config, path, launch)
+    return ready.facts
+
+  leads = launch.coordinator.leads
+  facts = _facts(await launch.coordinator.broadcast(set_up() if leads else None))
+  return ready, facts
+
+
+async def _build(
+  config: Config, path: pathlib.Path, launch: _Launch, ready: _SetUp | None, facts: _Facts
+) -> tuple[Setup, Search | None]:
+  """Builds what every process needs before it reads weights. Process 0 prints the memory that the
+  models take, and opens the event log.
+
+  Returns:
+    The parts, and the search for a memory plan, or None if no plan was needed.
+  """
+  device, coordinator = launch.device, launch.coordinator
+  config = ready.config if ready else with_values(config, facts.automatic)
+  mesh = build_mesh(config.learner.mesh)
+  target = Target(mesh, None, facts.spec, facts.lengths, facts.engine_bytes)
+  tell = Console(markup=False, highlight=False, soft_wrap=True).print if ready else logging.debug
+  config, search = await agreed(config, target, coordinator, device, tell)
+  stages = build_stages(config, mesh, facts.spec.vocab_size, facts.lengths)
+  model = build_model(model_spec(config, facts.spec), policy_options(config), mesh)
+  reward_model = build_reward_model(config, mesh, model)
+  events = SILENT
+  if ready:
+    roles = held(stages, model, critic_model(model), mesh, reward_model)
+    Console(highlight=False).print(held_table(mesh, roles))
+    limit = config.logging.event_bytes
+    events = EventLog(path, attempt=facts.attempt, step=facts.step, max_bytes=limit)
+  setup = Setup(
+    config=config,
+    workdir=path,
+    stages=stages,
+    model=model,
+    checkpoints=launch.checkpoints,
+    process=Process(coordinator=coordinator, device=device, mesh=mesh, events=events),
+    reward_model=reward_model,
+    registry=ready.registry if ready else None,
+    archive=ready.archive if ready else None,
+    next_attempt=launch.workdir.next_attempt if ready else None,
+    explorer_command=explorer.command,
+  )
+  return setup, search
+
+
+async def _restore(
+  setup: Setup, stop: asyncio.Future[int], facts: _Facts, committed: Any
+) -> tuple[LoopState, Start]:
+  """Returns the state with which the loop begins, and the facts about this start of the run.
+
+  Args:
+    stop: see `_Launch`.
+    committed: host state of the commit; None if there is none.
+  """
+  config, reward_model, device = setup.config, setup.reward_model, setup.process.device
+  state, base = await device.run(committed_state, setup, facts.step)
+  if reward_model is not None:
+    reward_model.check(committed or {})
+    if reward_model.files is not None:
+      scorer = await device.run(reward_model.read, setup.process.mesh)
+      state = dataclasses.replace(state, learned=state.learned._replace(reward_model=scorer))
+  bests = committed_bests(committed, config, setup.stages) if committed else {}
+  best, best_of = None, first_suite(config)
+  if committed and committed['best'] and committed.get('best_of', best_of) == best_of:
+    best = tuple(committed['best'])
+  start = Start(
+    stop=stop,
+    best=best,
+    best_of=best_of,
+    base=base,
+    reward_model=reward_model and reward_model.fingerprint,
+  )
+  return dataclasses.replace(state, attempt=facts.attempt, bests=bests), start
+
+
+def _record(
+  setup: Setup, workdir: Workdir, facts: _Facts, committed: Any, search: Search | None
+) -> None:
+  """Records the configuration and the choices with which the run begins or continues.
+
+  Args:
+    committed: host state of the commit; None if there is none.
+    search: search for a memory plan; None if no plan was needed.
+  """
+  workdir.record(
+    setup.config,
+    commit=facts.step,
+    attempt=facts.attempt,
+    machine=size(),
+    committed_by=committed['machine'] if committed else {},
+  )
+  if not facts.step:
+    write_choices(setup.workdir, added_flags(), search and search.to_json())
+
+
+async def _complete(setup: Setup, prepared: Prepared | None, learned: Learned) -> None:
+  """Exports the models of a finished run. Process 0 also writes the report, and archives both.
+
+  Args:
+    prepared: prepared data in process 0; None in the other processes.
+  """
+  config, path, process = setup.config, setup.workdir, setup.process
+  cards = await process.device.run(
+    _export, config, path, prepared, setup.model.spec, learned, process.mesh
+  )
+  if prepared is not None:
+    await asyncio.to_thread(_finish, config, path, cards)
+  if setup.archive is not None:
+    # The newest commit again, now with the exported models and the report.
+    await asyncio.to_thread(archiver(setup.archive, path, setup.checkpoints))
 
 
 def _note_resume(

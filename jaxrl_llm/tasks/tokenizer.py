@@ -312,12 +312,13 @@ class Tokenizer:
     return {**self._files, _GENERATION: json.dumps({'eos_token_id': list(self.stop_ids)}).encode()}
 
   def save(self, directory: str | pathlib.Path) -> None:
-    """Writes the tokenizer's files, unchanged, to a directory. generation_config.json, which lists
-    additional stop tokens, is not written.
+    """Writes the tokenizer's files to a directory, such that `from_directory` loads the same
+    tokenizer. generation_config.json is written only if it lists additional stop tokens.
     """
     path = pathlib.Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    for name, data in self._files.items():
+    files = self.files if len(self.stop_ids) > 1 else self._files
+    for name, data in files.items():
       (path / name).write_bytes(data)
 
   def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:

@@ -191,7 +191,11 @@ def test_generation_config_adds_stop_tokens(built, tmp_path):
   (tmp_path / 'generation_config.json').write_text(
     json.dumps({'eos_token_id': [tokenizer.pad_id, tokenizer.eos_id]})
   )
-  assert Tokenizer.from_directory(tmp_path).stop_ids == (tokenizer.eos_id, tokenizer.pad_id)
+  wanted = (tokenizer.eos_id, tokenizer.pad_id)
+  assert Tokenizer.from_directory(tmp_path).stop_ids == wanted
+  # A run keeps them with its copy of the tokenizer.
+  build_tokenizer(TokenizerConfig(path=str(tmp_path)), [], tmp_path / 'run')
+  assert Tokenizer.from_directory(tmp_path / 'run').stop_ids == wanted
 
 
 def test_template_without_a_stop_token_still_ends_the_answer(built, tmp_path):
