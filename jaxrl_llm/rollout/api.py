@@ -62,8 +62,8 @@ class Sampling:
   """
   repetition_detection: RepetitionDetection | None = None
   """Rule that ends a completion that repeats itself. If None, repetition does not end completions.
-  If a stop token or the length limit ends the completion at the same token, that is reported as the
-  reason instead.
+  If a stop token or the length limit ends the completion at the same token, the finish reason is
+  'stop' or 'length' instead of 'repetition'.
   """
   max_response_length: int | None = None
   """Maximum number of tokens of a sample after its prompt, if a stage sets a limit below the run's.
@@ -308,13 +308,15 @@ class Releasable(Engine, Protocol):
 
   @property
   def device_bytes(self) -> int:
-    """Bytes of device memory that the engine uses on each device; 0 while it is released."""
+    """Bytes of device memory that the engine uses on each device, or in total if `is_outside`. 0
+    while the engine is released.
+    """
     ...
 
   @property
   def is_outside(self) -> bool:
-    """Whether the memory belongs to other processes. `device_bytes` is then an estimate of the
-    total over these processes.
+    """Whether the engine's device memory belongs to other processes. `device_bytes` is then an
+    estimate of the total over these processes.
     """
     ...
 

@@ -1,5 +1,6 @@
-"""The trainer's half of the probe. The trainer computes logprobs of fixed token sequences. After
-each publication, these logprobs are compared with the engine's logprobs of the same sequences.
+"""Computation of the probe in the trainer. The probe consists of fixed token sequences and the
+trainer's logprobs for them. After each publication, the engine's logprobs of the same sequences are
+compared with the trainer's.
 """
 
 from __future__ import annotations

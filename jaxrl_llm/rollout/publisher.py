@@ -31,9 +31,9 @@ PART_BYTES = 16 << 20
 this many bytes.
 """
 _OF_LARGEST = 4
-"""Divisor of the size of a layer's largest array. An array that is larger than both the quotient
-and `PART_BYTES` is cut into parts. A part, its shards and the buffers of a collective operation
-together then need no more memory than the largest array.
+"""Divisor that determines the maximum size of a part: the size of the largest array of a layer
+divided by this number, or `PART_BYTES` if that is larger. A part, its shards and the buffers of a
+collective operation together then need no more memory than the largest array.
 """
 _AHEAD = 2
 """Number of parts that the devices compute and copy ahead of the part in use."""
@@ -49,7 +49,7 @@ class _Part(NamedTuple):
   """
 
   name: str
-  """Name in the unrolled tree."""
+  """Parameter name in the unrolled tree, in which every layer has its own arrays."""
   inputs: tuple[_Leaf, ...]
   """The array and, if it is a kernel with an adapter, the adapter's matrices A and B."""
   layer: int | None
@@ -57,14 +57,14 @@ class _Part(NamedTuple):
   group: int = 0
   """Index of the part's group of rows; see `_Cut.groups`."""
   start: int = 0
-  """First row within the group."""
+  """Index of the part's first row within its group of rows."""
   skipped: int = 0
   """Number of rows at the beginning of the part that the previous part also contains."""
 
 
 class _Cut(NamedTuple):
-  """How arrays of one shape and sharding are cut into parts. Serves as the key of the compiled
-  program.
+  """Description of how arrays of one shape and sharding are cut into parts. It is the key under
+  which the compiled program is cached.
   """
 
   shape: tuple[int, ...]
@@ -300,7 +300,7 @@ class Gatherer:
       array = constrain(array, spec[0], None, *spec[1:])
       if cut.staged:
         return array
-      # The groups are gathered after the conversion, and one of them is selected only then.
+      # The groups lie on different devices, so a group is selected only after all are gathered.
       array = constrain(array, None, None, *spec[1:])
       return jax.lax.dynamic_index_in_dim(array, group, keepdims=False)
 

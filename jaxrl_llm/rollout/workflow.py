@@ -92,9 +92,9 @@ class Workflow(Protocol):
 
     Args:
       task: the task to attempt.
-      visit: number of the visit, from 0. It is the number of times that the task was drawn before,
-        in this stage and earlier stages, unless several tasks have the same prompt: their visits
-        are numbered together, because the visit is part of the random key of every request.
+      visit: number of the visit, from 0: the number of times that the task was drawn before, in
+        this stage and earlier stages. The visits of tasks with the same prompt are numbered
+        together, because the visit is part of the random key of every request.
       stage: name of the stage, the first part of the sample uid `<stage>/<task
         uid>/<visit>/<index>`. The group id is the sample uid without the index.
       samples: number of trajectories.

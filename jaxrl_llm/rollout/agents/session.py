@@ -54,7 +54,7 @@ the sample is not trained on.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-  """How a session answers the requests of its agent."""
+  """Options of a session, which determine how it answers the requests of its agent."""
 
   sampling: Sampling
   parser: Parser | None
@@ -208,8 +208,8 @@ class Session:
     return self._acting is not None and not self._acting.done()
 
   def _let_go(self) -> None:
-    """Cancels a turn whose agent has disconnected. The first turn is completed nevertheless,
-    because every sample needs a completion.
+    """Cancels the turn in progress after its agent has disconnected. The first turn is not
+    cancelled, because every sample needs a completion.
     """
     if self._episode.turns:
       self._acting.cancel()
@@ -311,7 +311,7 @@ class Session:
     if calls:
       finish = 'tool_calls' if finish == 'stop' else finish
       message['content'] = text.partition('<tool_call>')[0].strip() or None
-      if message['content'] == text.strip():  # The turn consists only of calls.
+      if message['content'] == text.strip():  # Without the tag, the whole text is calls.
         message['content'] = None
       message['tool_calls'] = [_call(call, f'call_{number}_{i}') for i, call in enumerate(calls)]
     return Answer(message, finish, number, turn.prompt_tokens, turn.completion_tokens)

@@ -141,8 +141,8 @@ class EmbeddedEngine:
         engine's weights, activations and KV cache.
       max_length: length of the longest sequence in tokens, including its prompt.
       seed: seed of all sampling, combined with each request's key.
-      run: calls its first argument with the others on the process's device thread, and returns the
-        result.
+      run: calls its first argument with the remaining arguments on the process's device thread, and
+        returns the result.
       name: name in segments and messages.
       device: device of the engine. If None, the first device of this process is used.
     """
@@ -285,7 +285,7 @@ class EmbeddedEngine:
     self._wake.set()
     try:
       for _ in range(request.samples):
-        # Wait 'completion': bounded by the waits 'collect' and 'suite'.
+        # Wait 'completion': bounded by the waits 'collect' and 'suite' (docs/develop/waits.md).
         result = await queued.results.get()
         if isinstance(result, Exception):
           raise result

@@ -48,7 +48,7 @@ class Slots(NamedTuple):
   """Stop tokens, padded with -1."""
   history: Int32[Array, 'slots length']
   """Tokens of the sequence before `token`. Only speculative decoding reads and updates them. With
-  it, the first `position` entries are valid, and the others are arbitrary.
+  speculative decoding, the first `position` entries are valid, and all later entries are arbitrary.
   """
 
 
@@ -126,7 +126,7 @@ class Programs:
   ):
     """
     Args:
-      model: language model, in whose compute dtype the weights are stored.
+      model: language model. The weights are stored in its compute data type.
       slots: number of rows decoded at a time.
       max_length: length of the longest sequence in tokens, including its prompt.
       prefill_rows: number of prompts prefilled at a time.
@@ -134,7 +134,7 @@ class Programs:
       decode_steps: number of decode steps per call. A step samples one token per slot, or more with
         speculative decoding.
       max_stop_ids: maximum number of stop tokens per request.
-      speculation: speculative decoding; None to sample one token per slot and step.
+      speculation: options of speculative decoding. If None, each step samples one token per slot.
       device: device of the weights, the slots and the programs.
     """
     self.slots, self.buckets, self.prefill_rows, self.decode_steps = (
@@ -230,9 +230,9 @@ class Programs:
       self._waiting = None
 
   def load(self, leaves: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Copies the weights into buffers of this object, which are on the device or, while its memory
-    is released, on the host. Each array is copied before the next is requested. Raises ValueError
-    if the names or shapes differ from the model's.
+    """Copies the weights to the device or, while the device memory is released, to host memory.
+    Each array is copied before the next array is requested. Raises ValueError if the names or
+    shapes differ from the model's.
 
     Args:
       leaves: (name in the parameter tree, array) of each parameter. Layers may be stacked or
@@ -247,7 +247,7 @@ class Programs:
       for name, leaf in parts.items():
         shapes[name] = np.shape(leaf)
         if name in wanted and shapes[name] == wanted[name].shape:
-          # np.array always copies, even from a CPU device array, so device_put may alias it.
+          # np.array always copies, even from a CPU device array, so device_put may alias the copy.
           copy = np.array(leaf, wanted[name].dtype)
           copies[name] = copy if self._state is None else jax.device_put(copy, self._place)
     wrong = [

@@ -354,7 +354,7 @@ class Scheduler:
 
 
 def _finish(tokens: Int32[np.ndarray, 'time'], request: Request) -> Finish:
-  """Returns the reason why a completion ended on the device, which knows only stop tokens and the
-  length limit.
+  """Returns the reason why the decode program ended a completion: a stop token or the length limit.
+  The decode program does not detect repetition.
   """
   return Finish.STOP if tokens[-1] in request.stop_ids else Finish.LENGTH

@@ -1,11 +1,12 @@
 """Speculative decoding by prompt lookup: drafts the next tokens of a sequence by copying the tokens
 after an earlier occurrence of its last tokens.
 
-Invariant: drafts affect how many tokens a decode step samples, but never which ones. The decode
-program samples a token at every position of the draft as it would without a draft, and keeps those
-up to and including the first that differs from the draft. This is speculative sampling (Leviathan
-et al., arXiv:2211.17192) for a proposal that puts all its mass on one token d: d is accepted with
-its probability p(d), and a rejected draft is replaced by a sample from p without d, renormalised.
+Invariant: drafts affect how many tokens a decode step samples, but never which tokens. At every
+position of the draft, the decode program samples a token in the same way as without a draft. It
+keeps the sampled tokens up to and including the first that differs from the draft. This is
+speculative sampling (Leviathan et al., arXiv:2211.17192) for a proposal that puts all its mass on
+one token d: d is accepted with its probability p(d), and a rejected draft is replaced by a sample
+from p without d, renormalised.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def propose(
   history: Int32[Array, 'rows length'], position: Int32[Array, 'rows'], config: SpeculationConfig
 ) -> tuple[Int32[Array, 'rows drafted'], Bool[Array, 'rows']]:
   """Drafts the `config.tokens` tokens that follow each row's newest token. Returns (drafts, whether
-  each row has a draft). In a row that has none, the drafts are arbitrary tokens of its history.
+  each row has a draft). A row without a draft gets arbitrary tokens of its history instead.
 
   The copied range may overlap the draft, as in LZ77, so a repeated pattern is continued even if it
   is shorter than the draft.

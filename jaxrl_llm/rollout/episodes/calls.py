@@ -1,7 +1,7 @@
 """Calls of user code, such as tools and environments, with a deadline.
 
 Coroutine functions run on the event loop. Plain functions may block, so each of their calls runs in
-a thread of its own.
+a separate thread.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _overdue: set[threading.Thread] = set()
 
 
 class CallFailed(Exception):
-  """A call raised an exception, which is this exception's `__cause__`, or exceeded its deadline, or
-  was not started because too many earlier calls hang. The message is one line.
+  """A call failed: it raised an exception, exceeded its deadline, or was not started because too
+  many earlier calls hang. An exception of the call is the `__cause__`. The message is one line.
   """
 
 

@@ -160,7 +160,9 @@ class EnvironmentWorkflow(Episodes):
         )
 
   async def _fail_before_the_first_turn(self, episode: Episode, error: str) -> None:
-    """Gives an episode that failed before its first turn a completion, and makes it unscorable."""
+    """Makes an episode unscorable that failed before its first turn. First adds a completion of one
+    token, because every sample needs a completion.
+    """
     logging.log_first_n(logging.WARNING, 'task %s: %s', 5, episode.task.uid, one_line(error))
     await act_blindly(episode)
     episode.fail(error)

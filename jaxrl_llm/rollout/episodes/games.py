@@ -177,8 +177,8 @@ colon.
 
 
 def with_first_observation(task: Task, observation: str) -> Sequence[ChatMessage]:
-  """Returns the task's prompt with the first observation at the end of its last message, which is
-  the user's.
+  """Returns the task's prompt with the first observation appended to its last message, which is a
+  user message.
   """
   *earlier, last = task.prompt
   text = f'{last["content"]}\n{observation}' if last['content'] else observation

@@ -69,7 +69,7 @@ PARSERS: Mapping[str, Parser] = {
 
 
 def choose_parser(kind: str, template: str) -> Parser:
-  """Returns a parser.
+  """Returns the parser of tool calls that `kind` selects.
 
   Args:
     kind: name of a parser, 'module:attribute' of a custom one, or 'auto' for the one that fits the

@@ -241,7 +241,7 @@ class Crew:
       for _ in range(samples):
         self._check()
         # If the crew fails, `_watch` puts its error into this queue.
-        # Wait 'sample': bounded by the waits 'limits', 'collect' and 'suite'.
+        # Wait 'sample': bounded by 'limits', 'collect' and 'suite' (docs/develop/waits.md).
         result = await group.handed_in.get()
         if isinstance(result, Exception):
           raise result

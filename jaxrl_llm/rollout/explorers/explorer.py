@@ -261,8 +261,8 @@ async def _take_groups(
 
 
 async def _run(link: Link, lease: str, workflow: Workflow, order: dict[str, Any]) -> None:
-  """Runs the workflow for one group and sends the samples to the master, or the workflow's error if
-  it fails. Raises Evicted as `Link` does.
+  """Runs the workflow for one group and sends the samples to the master. If the workflow fails,
+  sends its error instead. Raises Evicted if the master refuses all further messages.
   """
   options = {
     'stage': order['stage'],

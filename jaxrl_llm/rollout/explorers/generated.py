@@ -91,8 +91,8 @@ def _entries(tokens: Int32[np.ndarray, 'time'], logprobs: Float32[np.ndarray, 't
 
 def _contains(known: bytes, part: bytes) -> bool:
   """Returns whether `part` is a run of consecutive entries in `known`."""
-  # Comparing whole entries finds the first entry of `part` ten times as fast as a search for its
-  # bytes does. With the slower search, a sample of many short slices would block the event loop for
+  # A comparison of whole entries finds the first entry of `part` ten times as fast as a search for
+  # its bytes. With the slower search, a sample of many short slices would block the event loop for
   # seconds.
   matches = np.frombuffer(known, '<i8') == np.frombuffer(part, '<i8', count=1)
   first = int(matches.argmax())

@@ -75,13 +75,13 @@ class LentGroup:
   lent.
   """
   generated: Generated = dataclasses.field(default_factory=Generated)
-  """Completions that the engine has generated for this lease."""
+  """Completions that the engine has generated for the current lease of the group."""
   evicted_holders: set[str] = dataclasses.field(default_factory=set)
   """Labels of explorers that were evicted while the group was lent to them. A label is an
   explorer's name without the part that is derived from its secret.
   """
   holder: str | None = None
-  """Name of the explorer to which the group is lent; None while it waits."""
+  """Name of the explorer to which the group is lent; None while the group waits for an explorer."""
   lent: float = 0.0
   """Monotonic time at which the group was lent to its holder."""
   losses: int = 0
@@ -132,7 +132,9 @@ class Leases:
     """Time of each explorer's last message, keyed by explorer name."""
     self._work = asyncio.Condition()
     self.clock = ProcessClock()
-    """Measures how long the connected explorers spend in 'work' (they hold a group) and 'idle'."""
+    """Clock of the time that the connected explorers spend in the activities 'work' (holding a
+    group) and 'idle'.
+    """
 
   @property
   def explorers(self) -> tuple[str, ...]:
@@ -220,7 +222,8 @@ class Leases:
   @contextlib.contextmanager
   def called(self, lease: str, name: str) -> Iterator[LentGroup]:
     """Yields the group lent under a lease, and cancels the current task if the lease ends during
-    the block. Raises Gone and Misbehaved as `held` does.
+    the block. Raises Gone if the lease is no longer valid, and Misbehaved if another explorer holds
+    it.
     """
     group, task = self.held(lease, name), asyncio.current_task()
     group.calls.add(task)

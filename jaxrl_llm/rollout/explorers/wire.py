@@ -127,7 +127,7 @@ def read_attempt(row: Row) -> Attempt:
 
 
 def verdict_row(verdict: Verdict | None) -> Row | None:
-  # The evidence is encoded as JSON for the same reason as a task's fields.
+  # The evidence is encoded as JSON, because msgpack cannot represent integers of more than 64 bits.
   return (
     None
     if verdict is None

@@ -49,7 +49,7 @@ _DATA, _END = b'data: ', b'\n\n'
 _DONE = b'[DONE]'
 """Content of the last event."""
 _ABORT = 'abort'
-"""Value of `finish_reason` if somebody, or the end of the server, has aborted the request."""
+"""Value of `finish_reason` if the request was aborted, for example because the server shut down."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +72,9 @@ class Begun:
   reason: str
   """Reason that the server gave for the end of the stream; empty if it gave none."""
   lost: int
-  """Number of tokens that arrived after `tokens`, under unknown weights."""
+  """Number of tokens that arrived after `tokens` but are not kept, because the weights that sampled
+  them are unknown or because they follow a repetition.
+  """
 
 
 def read_completion(
@@ -129,7 +131,7 @@ def read_stream(
       `Begun` contains only their tokens.
     name: id of the request in each event.
 
-  The other arguments and the errors are those of `read_completion`.
+  For the other arguments and the exceptions, see `read_completion`.
   """
   try:
     choice, reason, counts = _parse_events(data, name)
@@ -151,8 +153,8 @@ def _parse_events(data: bytes, name: str) -> tuple[_Choice, str, list[int]]:
   """Reads the complete events of a stream. Raises ValueError if they do not have vLLM's format.
 
   Returns:
-    What the events contain of the completion (`finish_reason` is None if its end is missing), the
-    error message of the server or '', and the number of tokens in each event.
+    (the completion so far, error message of the server or '', number of tokens in each event). The
+    completion's `finish_reason` is None if its end has not arrived.
   """
   *events, _ = data.split(_END)  # The last part is an incomplete event, or empty.
   if not all(event.startswith(_DATA) and b'\n' not in event for event in events):
@@ -206,7 +208,8 @@ def _begun(choice: _Choice, request: Request, kept: int, reason: str) -> Begun:
   if (end := request.repetition_end(tokens)) is not None:
     if not request.begun:
       raise ValueError(f'went on after a repetition, to {len(tokens)} tokens')
-    kept = min(kept, end)  # As in `_checked`, the server cannot detect this repetition.
+    # The server searches only the new tokens, so it cannot detect a repetition that began earlier.
+    kept = min(kept, end)
   return Begun(
     tokens=tokens[:kept],
     logprobs=choice.logprobs[:kept],

@@ -1,7 +1,7 @@
 """Dispatch of requests to the servers of a fleet.
 
-Invariant: requests are dispatched in order of arrival. The exception is a request that only busy
-servers may serve: later requests overtake it.
+Invariant: requests are dispatched in order of arrival, with one exception: if only busy servers may
+serve a request, later requests may overtake it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Dispatcher:
     self._waiting.append(_Place(future, samples))
     self.dispatch()
     try:
-      # A finished request makes room, or `Fleet._watch` ends the engine.
+      # The wait ends when another request finishes, or when `Fleet._watch` ends the engine.
       # Wait 'place': bounded by the deadlines of earlier requests and by `start_deadline_s`.
       return await future
     except asyncio.CancelledError:

@@ -31,7 +31,7 @@ async def sampling_fault(
   server: SpeculativeServer, *, vocab: int, max_length: int, tolerance: float, deadline_s: float
 ) -> str | None:
   """Returns the reason why a server's speculative decoding must not serve sampled requests, or None
-  if it may. A server that crashes during the test has failed it.
+  if it may. A server that crashes during the test fails the test.
 
   The server continues prompts that repeat themselves, at temperature 1. Its own logprobs of the
   same sequences, as a prompt, are the reference: prompt logprobs are computed without drafts, and

@@ -1,13 +1,13 @@
-"""Streamed answers: what has arrived of an answer is kept when its server is lost, and another
-request continues the answer.
+"""Streamed answers. If a server is lost, the tokens of its answers that have arrived are kept, and
+other requests continue the answers.
 
-A server names the versions that sampled an answer only in its last event. Without that event, a
-token is kept only if it is known which weights sampled it: those that the server was proven to have
-loaded when the request was sent, if the token arrived before the next update of the server began,
-and if the server proved meanwhile that it is not a new process with other weights (`Arrivals`).
-Other tokens are lost.
+A server names the versions that sampled an answer only in the answer's last event. If that event is
+missing, a token is kept only if the weights that sampled it are known nevertheless. They are known
+to be the weights that the server was proven to have loaded when the request was sent, under two
+conditions. First, the token arrived before the next update of the server began. Second, the server
+has proved meanwhile that it is not a new process with other weights. Other tokens are lost.
 
-Invariant: the tokens of an answer match its request, whichever servers sampled them, and every
+Invariant: the tokens of an answer match its request, even if several servers sampled them. Every
 segment names the version and the server that sampled it.
 """
 
@@ -30,9 +30,9 @@ class Arrivals:
   def __init__(self, interval: int, is_known: Callable[[], bool]):
     """
     Args:
-      interval: number of tokens after which the server sends what it has sampled.
-      is_known: returns whether the server, since the request was sent, has certainly sampled only
-        with the weights that it had then.
+      interval: number of tokens that the server samples between two events of the response.
+      is_known: returns whether all tokens so far were certainly sampled with the weights that the
+        server had when the request was sent.
     """
     self.interval, self._is_known = interval, is_known
     self._parts: list[bytes] = []
@@ -56,8 +56,8 @@ class Broken(Lost):
   """A streamed answer broke off.
 
   Attributes:
-    begun: the beginning of the answer, sampled by the weights that the server had when the request
-      was sent. It may be empty.
+    begun: the beginning of the answer, sampled with the weights that the server had when the
+      request was sent. It may be empty.
   """
 
   def __init__(self, message: str, begun: Begun):
@@ -69,8 +69,9 @@ class Answer:
   """Answer to a request for one sample, to which several servers may contribute.
 
   Attributes:
-    missing: request for the tokens that are missing. Its random numbers differ from those of the
-      original request once there are tokens, because the position enters the seed.
+    missing: request for the tokens that are missing. Once the answer has tokens, this request has
+      another random seed than the original request, because the seed depends on the number of
+      earlier tokens.
   """
 
   def __init__(self, request: Request):
@@ -97,7 +98,9 @@ class Answer:
 
   @property
   def whole(self) -> Completion | None:
-    """The answer, if nothing is missing although no server has said so, else None."""
+    """The complete answer, if a repetition ended it before its server was lost. None if tokens are
+    missing.
+    """
     if not self._spans or self._spans[-1].finish is None:
       return None
     return _completion(self._spans)

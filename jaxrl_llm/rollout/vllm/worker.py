@@ -28,7 +28,7 @@ JAX = 'jax'
 with JAX, and take no weights through their workers (`update_weights` does nothing there).
 """
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Data type of the bits in a delta, keyed by the size of an element in bytes."""
+"""Integer data type that holds the bits of an element, keyed by the element's size in bytes."""
 _SPIN_S = 0.001
 """Seconds for which a CPU worker busy-waits for the next command before it sleeps."""
 
@@ -135,10 +135,11 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def checksum(view: View) -> str:
-  """Returns the checksum of the live elements of a view, as 16 hexadecimal digits. It is the
-  function that `jaxrl_llm.weights.checksums` defines, with positions in the whole tensor, and is
-  computed on the tensor's device with memory for a few blocks. torch's int64 wraps around like an
-  integer modulo 2^64.
+  """Returns the checksum of the live elements of a view, as 16 hexadecimal digits.
+
+  The checksum is defined in `jaxrl_llm.weights.checksums` and depends on the elements' positions in
+  the whole tensor. It is computed block by block on the tensor's device. The sums are computed
+  modulo 2^64, because torch's int64 wraps around.
   """
   tensor = view.tensor.detach()
   if tensor.numel() == 0:
@@ -151,7 +152,7 @@ def checksum(view: View) -> str:
   columns = _odd(
     torch.arange(first * each, (first + width) * each, device=tensor.device) + _COLUMNS
   )
-  # The line of an element in the whole tensor, as the other axes before the last one count.
+  # A line is a range along the last axis. `numbers` has the index of each line in the whole tensor.
   numbers = torch.zeros(lines, dtype=torch.int64, device=tensor.device)
   whole = [view.length or n if axis == view.dim else n for axis, n in enumerate(lines)]
   for axis, n in enumerate(lines):
@@ -178,7 +179,7 @@ def _signed(value: int) -> int:
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-  """Shifts the bits of int64 to the right like those of an unsigned integer."""
+  """Shifts int64 values to the right as unsigned integers, so that zeros are shifted in."""
   return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -207,8 +208,8 @@ def read_checked(
   Args:
     files: digest of each tensor, keyed by file name, then by tensor name.
     directory: directory of the files.
-    cuts: view and digest of each tensor from which this worker reads only its slice; see
-      `known_slices`.
+    cuts: (view, digest) of each tensor from which this worker reads only its slice, keyed by tensor
+      name; see `known_slices`. All other tensors are read as a whole.
 
   Raises:
     ValueError: a file is missing or truncated, or its tensor names or bytes differ from the
@@ -445,8 +446,8 @@ class Worker:
     return config.max_lora_rank if config is not None and allowed else 0
 
   def jaxrl_digests(self) -> dict[str, str]:
-    """Returns the digests of the live parameters, keyed by Hugging Face name. They are computed on
-    the host, so they are the proof of an update only where the parameters are there.
+    """Returns the digests of the live parameters, keyed by Hugging Face name. Digests are computed
+    on the host, so they are used as the proof of an update only if the parameters are on the host.
     """
     return {name: digest(view.tensor) for name, view in hf_views(self.model_runner.model).items()}
 
