@@ -42,7 +42,7 @@ class EngineSetting:
   """Tokenizer of the policy."""
   text: str
   """One of the run's prompts as text, or an empty string if the run has no tasks. It is used to
-  check that servers tokenize as the policy's tokenizer does.
+  check that the servers' tokenizers encode a text in the same way as the policy's tokenizer.
   """
   workdir: pathlib.Path
   """Run directory. Logs and other files of servers are written there."""
@@ -51,14 +51,14 @@ class EngineSetting:
   registry.
   """
   on_server: Callable[[str, str], None] = lambda name, how: None
-  """Called when a server from the registry joins or leaves. The arguments are the server's name and
-  the event: 'joined', 'left', 'expired', 'refused' or 'given up'.
+  """Callback for servers from the registry that join or leave. The arguments are the server's name
+  and the event: 'joined', 'left', 'expired', 'refused' or 'given up'.
   """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-  """An engine with its options, before it is built."""
+  """Description of an engine and its options, available before the engine is built."""
 
   build: Callable[[EngineSetting, Run], Engine]
   """Builds the engine without starting it. Called only in process 0 of the trainer."""

@@ -18,8 +18,8 @@ _MAX_PATTERN_SIZE, _MAX_COUNT = 1024, 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepetitionDetection:
-  """Ends a completion as soon as its last tokens are `min_count` copies of one pattern, as vLLM's
-  sampling parameter `repetition_detection` does. The copies are part of the completion.
+  """Rule that ends a completion as soon as its last tokens are `min_count` copies of one pattern,
+  like vLLM's sampling parameter `repetition_detection`. The copies are part of the completion.
   """
 
   max_pattern_size: int
@@ -64,7 +64,7 @@ class RepetitionDetection:
     return min((end for end in ends if end is not None), default=None)
 
   def _end(self, tokens: Int[np.ndarray, 'time'], size: int, start: int) -> int | None:
-    """Implements `end` for patterns of one size."""
+    """Implements `end` for patterns of `size` tokens."""
     first = max(0, start + 1 - size * self.min_count)
     part = tokens[first:]
     equal = part[size:] == part[:-size]

@@ -31,8 +31,8 @@ class WorkflowConfig:
   """Selects the workflow of a run."""
 
   kind: str = 'single_turn'
-  """'single_turn', 'environment', 'tools', 'external:COMMAND' for an agent program started by
-  COMMAND, or 'module:attribute' for a function that builds a custom workflow.
+  """Kind of workflow: 'single_turn', 'environment', 'tools', 'external:COMMAND' for an agent
+  program started by COMMAND, or 'module:attribute' for a function that builds a custom workflow.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Options of 'environment' (`EnvironmentWorkflow`), 'tools' (`ToolUse`) or 'external'
@@ -41,7 +41,7 @@ class WorkflowConfig:
 
 
 class Rollout(NamedTuple):
-  """A finished trajectory as a workflow yields it. Most trajectories consist of a single sample."""
+  """Finished trajectory that a workflow yields. Most trajectories consist of a single sample."""
 
   sample: Sample
   """The trajectory's first step."""

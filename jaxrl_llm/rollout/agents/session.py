@@ -44,7 +44,7 @@ _LIMITS = {
   Finish.LENGTH: ('context_length_exceeded', 'of tokens (rollout.max_response_length)'),
   Finish.STEPS: ('too_many_steps', 'of conversations (rollout.max_steps)'),
 }
-"""Error code and description of each limit that ends an episode."""
+"""Error code and description of each limit that ends an episode, keyed by finish reason."""
 Filtered = Literal['reject', 'ignore', 'unscorable']
 """Treatment of requests for a sampling distribution other than the run's. 'reject': the request is
 refused. 'ignore': the policy samples from the run's distribution. 'unscorable': as 'ignore', but
@@ -151,7 +151,7 @@ class Session:
 
   def reward(self, body: Mapping[str, Json]) -> None:
     """Adds a reward for the policy's last turn. Raises Refusal if the reward is malformed, if there
-    is no turn yet, or if agents do not post rewards.
+    is no turn yet, or if the run does not take rewards from agents.
     """
     if not self._options.takes_reward:
       raise Refusal(

@@ -84,12 +84,12 @@ class ExternalAgent(Episodes):
   ):
     """
     Args:
-      command: command line that starts the agent, split into words as a shell does.
+      command: command line that starts the agent. It is split into words by the rules of a shell.
       reward: 'scorers' if only the run's scorers give rewards, or 'agent' if each agent must post a
         reward (`POST /v1/reward`), which the scorer `environment` reads.
       filtered: treatment of requests for a sampling distribution other than the run's, for example
         with another temperature or top_p. 'reject' refuses the request. 'ignore' samples from the
-        run's distribution. 'unscorable' samples from it too, but excludes the sample from training.
+        run's distribution. 'unscorable' also does so, but excludes the sample from training.
       parser: parser of the tool calls in a turn's text, as in `ToolUse`.
       turn_tokens: maximum number of tokens of a turn. If None, a turn may use all tokens that the
         episode has left, unless the agent asks for fewer.
@@ -232,7 +232,7 @@ class ExternalAgent(Episodes):
 
 
 def task_json(task: Task, *, with_truth: bool) -> str:
-  """Returns a task as JSON for an agent. Raises RunError if it is too long.
+  """Returns a task as JSON for an agent. Raises RunError if the JSON exceeds `MAX_TASK` bytes.
 
   Args:
     with_truth: whether to include the reference answer and the row's fields, which may contain it.

@@ -297,7 +297,9 @@ class EmbeddedEngine:
       self._wake.set()
 
   def _discard_results(self, queued: QueuedRequest) -> None:
-    """Counts the tokens of completions whose caller has gone away as discarded."""
+    """Drops the undelivered completions of a request whose caller has gone away, and counts their
+    tokens as discarded.
+    """
     while not queued.results.empty():
       result = queued.results.get_nowait()
       if not isinstance(result, Exception):

@@ -166,7 +166,9 @@ class Programs:
 
   @property
   def planned_bytes(self) -> int:
-    """Size in bytes that the weights and the slots will have, before they are created."""
+    """Size in bytes that the weights and the slots need on the device. It is computed from their
+    shapes, so it is known before they are created.
+    """
     shapes = jax.tree.leaves((self._shapes, jax.eval_shape(self._empty)))
     return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
 
@@ -223,7 +225,7 @@ class Programs:
     self._params = self._state = None
 
   def restore(self) -> None:
-    """Creates empty slots, and copies the weights back to the device if there are any."""
+    """Creates empty slots. If host memory contains weights, copies them to the device."""
     self._state = jax.block_until_ready(self._make_slots())
     if self._waiting is not None:
       self._params = jax.block_until_ready(jax.device_put(self._waiting, self._place))

@@ -70,7 +70,7 @@ class EnvironmentWorkflow(Episodes):
   ):
     """
     Args:
-      environment: 'module:attribute' of a class or function that returns an `Environment`;
+      environment: 'module:attribute' of a class or function that returns an `Environment`,
         'gymnasium:ID' (`GymnasiumGame`), or 'textworld:FILE' (`TextWorldGame`).
       options: keyword arguments for this class or function.
       max_turns: maximum number of turns of an episode.
@@ -160,8 +160,8 @@ class EnvironmentWorkflow(Episodes):
         )
 
   async def _fail_before_the_first_turn(self, episode: Episode, error: str) -> None:
-    """Makes an episode unscorable that failed before its first turn. First adds a completion of one
-    token, because every sample needs a completion.
+    """Marks an episode that failed before its first turn as unscorable. First adds a completion of
+    one token, because every sample needs a completion.
     """
     logging.log_first_n(logging.WARNING, 'task %s: %s', 5, episode.task.uid, one_line(error))
     await act_blindly(episode)

@@ -142,8 +142,8 @@ class Episode:
     Args:
       place: task, group and index of the trajectory.
       sampling: sampling parameters of every turn.
-      max_tokens: maximum number of tokens of a step after its prompt, including observations. A
-        later step has at most as many tokens as the first prompt and `max_tokens` together.
+      max_tokens: maximum number of tokens of a step after its prompt, including observations. The
+        total length of a later step is at most that of the first prompt plus `max_tokens`.
       max_steps: maximum number of steps of the trajectory.
       max_prompt: maximum number of tokens of the first prompt; None if the engine alone limits it.
       tools: JSON schemas of the tools, which the chat template describes to the policy.
@@ -167,7 +167,7 @@ class Episode:
     """
     self._pending: list[Observation] = []
     self._rewards: list[float] = []
-    """For each turn, the sum of its rewards."""
+    """Sum of the rewards of each turn."""
     self._evidence: dict[str, Json] = {}
     self._counts: dict[str, float] = {}
     self._failure: str | None = None
@@ -190,8 +190,8 @@ class Episode:
 
   def _room_of(self, prompt_len: int) -> int:
     """Returns the maximum number of tokens of a step after its prompt. This is less than
-    `max_tokens` if the prompt is longer than that of the first step, because all steps have the
-    same maximum total length.
+    `max_tokens` if the prompt is longer than the prompt of the first step, because all steps have
+    the same maximum total length.
     """
     first = self._recordings[0] if self._recordings else None
     first_len = prompt_len if first is None else len(first) - first.response_len

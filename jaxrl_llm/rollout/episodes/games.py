@@ -14,9 +14,9 @@ from jaxrl_llm.core.records.task import ChatMessage, Task
 from jaxrl_llm.rollout.episodes.environment import Step
 
 _COLOURS = re.compile(r'\x1b\[[0-9;]*m')
-"""Matches the escape sequences for colours in texts for terminals."""
+"""Pattern of the escape sequences that set colours in a terminal."""
 _PROMPT = re.compile(r'\n>[^\n]*\Z')
-"""Matches the prompt and status line after which a TextWorld game waits for a command."""
+"""Pattern of the prompt and status line after which a TextWorld game waits for a command."""
 
 
 class GymnasiumGame:

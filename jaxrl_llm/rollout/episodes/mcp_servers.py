@@ -58,7 +58,9 @@ class McpServerConfig:
   """Working directory of the command."""
   url: str = ''
   headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  """HTTP headers of requests to `url`. `$NAME` is replaced as in `env`."""
+  """HTTP headers of requests to `url`. In a value, `$NAME` is replaced by this process's
+  environment variable NAME.
+  """
   tools: tuple[str, ...] | None = None
   """Names of the tools that the policy may call; None for all tools of the server."""
   start_s: float = 60.0
@@ -139,7 +141,9 @@ async def mcp_tools(
 
 @functools.lru_cache(maxsize=64)
 def _server(loop: asyncio.AbstractEventLoop, name: str, options: str) -> _Server:
-  """Returns the process's only server object for this configuration."""
+  """Returns the server object for a name and its options, given as JSON. Calls with the same
+  arguments return the same object, so all workflows of this process share the server.
+  """
   config = from_json(json.loads(options), McpServerConfig, f'rollout.workflow.options.mcp.{name}')
   return _Server(name, config)
 
@@ -318,7 +322,9 @@ class _Server:
 
 @contextlib.asynccontextmanager
 async def _transport(config: McpServerConfig, stderr: Any) -> AsyncIterator[Any]:
-  """Yields the transport of a session. Its HTTP client, if any, closes at the end."""
+  """Yields the transport of a session. If the transport has an HTTP client, the client closes when
+  the block ends.
+  """
   # Imported in a thread, because the import takes seconds.
   streams = await asyncio.to_thread(_imported)
   if config.command:

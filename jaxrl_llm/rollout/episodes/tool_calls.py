@@ -41,7 +41,7 @@ def hermes_calls(text: str) -> list[ToolCall]:
 
 
 def qwen3_calls(text: str) -> list[ToolCall]:
-  """Parses calls in the format of `hermes_calls`, ignoring those within the reasoning
+  """Parses calls in the format of `hermes_calls`, but ignores calls within the reasoning
   (`<think>…</think>`).
   """
   after = _REASONING.sub('', text)

@@ -315,7 +315,7 @@ class Crew:
     return None if group is None else {**group.order, 'lease': group.lease}
 
   async def _alive(self, sender: str, body: dict[str, Any]) -> Any:
-    """Receives an explorer's list of its leases. Returns those that are no longer valid."""
+    """Receives the leases that an explorer reports, and returns those that are no longer valid."""
     return await self._leases.reconcile(sender, read_leases(body))
 
   async def _leave(self, sender: str, body: dict[str, Any]) -> Any:
@@ -437,7 +437,7 @@ class Crew:
         silent = await self._leases.give_up_silent()
         for explorer in self._processes:
           if any(name.startswith(f'{explorer.identity}/') for name in silent):
-            explorer.terminate()  # It is restarted once it has ended.
+            explorer.terminate()  # The explorer is restarted once it has ended.
           if not explorer.is_running():
             for name in self._leases.explorers:
               if name.startswith(f'{explorer.identity}/'):

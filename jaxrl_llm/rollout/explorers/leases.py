@@ -129,7 +129,7 @@ class Leases:
     self._evicted: dict[str, str] = {}
     """Reason for each explorer's eviction, keyed by explorer name, oldest first."""
     self._heard: dict[str, float] = {}
-    """Time of each explorer's last message, keyed by explorer name."""
+    """Monotonic time of each explorer's last message, keyed by explorer name."""
     self._work = asyncio.Condition()
     self.clock = ProcessClock()
     """Clock of the time that the connected explorers spend in the activities 'work' (holding a

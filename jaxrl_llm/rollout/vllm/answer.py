@@ -196,8 +196,8 @@ def _parse_events(data: bytes, name: str) -> tuple[_Choice, str, list[int]]:
 
 
 def _begun(choice: _Choice, request: Request, kept: int, reason: str) -> Begun:
-  """Returns the first `kept` tokens of a completion that broke off. Raises ValueError if they do
-  not match the request, or if the completion should have ended before.
+  """Returns the first `kept` tokens of a completion that broke off. Raises ValueError if the tokens
+  do not match the request, or if the completion should already have ended.
   """
   tokens = choice.tokens
   _check_probabilities(choice.logprobs)

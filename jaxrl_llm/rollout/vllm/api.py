@@ -84,7 +84,8 @@ class EngineServer(Protocol):
 
   async def digests(self, *, deadline_s: float) -> list[dict[str, str]]:
     """Returns one mapping per worker, from tensor name to the xxh3-128 digest of the loaded part of
-    this tensor. It is the proof for a server on CPUs; `checksums` is the proof for any other.
+    this tensor. Digests prove the loaded weights of servers on CPUs; for other servers, `checksums`
+    are used instead.
     """
     ...
 
@@ -132,8 +133,9 @@ class StreamingServer(EngineServer, Protocol):
     added to `arrivals`.
 
     Raises:
-      Broken: the completion broke off. Contains the tokens that had arrived while `arrivals` knew
-        the weights; none if the server may be a new process, with other weights.
+      Broken: the completion broke off. The exception contains the tokens that arrived while the
+        weights were known (`Arrivals.known`). It contains no tokens if the server may be a new
+        process with other weights.
     """
     ...
 
@@ -181,7 +183,7 @@ class SleepingServer(EngineServer, Protocol):
 
   async def sleep(self, *, deadline_s: float) -> None:
     """Makes the server drop its weights and its KV cache, and free their memory. Raises Refused if
-    it cannot.
+    the server cannot do this.
     """
     ...
 

@@ -38,8 +38,8 @@ _WEIGHT_INFO = '/weight_info'
 _LABEL_S = 10.0
 """Time limit in seconds of a request for the server's label."""
 _CLOSE = {'Connection': 'close'}
-"""Header of all requests except those for samples. vLLM closes a connection without notice after an
-exception, and a later call on that connection would fail.
+"""Header of all requests except requests for samples. vLLM closes a connection without notice after
+an exception, and a later call on that connection would fail.
 """
 _SEED_BITS = 62
 _MAX_ANSWER_BYTES = 1 << 28
@@ -47,7 +47,7 @@ _MAX_ANSWER_BYTES = 1 << 28
 _DRAFTED_TOKENS = 'vllm:spec_decode_num_draft_tokens_total'
 """Name of the server's counter of drafted tokens."""
 _LOOK_S = 1.0
-"""Minimum seconds between two looks at the label of a server that streams answers."""
+"""Minimum seconds between two requests for the label of a server that is streaming answers."""
 _KEPT_ADAPTERS = 2
 """Number of adapters kept on the server: the newest, and the previous one for completions in
 flight.
@@ -92,9 +92,9 @@ class VllmClient:
     """
     self._look: asyncio.Task | None = None
     self._looked = self._recognised = -math.inf
-    """`_look` asks for the server's label. `_looked` is the time at which it was last started, and
-    `_recognised` the start of the last one that returned a label of this run. All belong to the
-    event loop for responses.
+    """Start of the last request for the server's label, and start of the last such request that
+    returned a label of this run, as event loop times. `_look` is the task of the request in
+    progress. All three are used only in the event loop for responses.
     """
     self._cache_salt: str | None = None
     """Cache salt that new requests send; requests share cached keys and values only if their salts
@@ -198,9 +198,10 @@ class VllmClient:
     added to `arrivals`.
 
     Raises:
-      Broken: the completion broke off. Contains the tokens that had arrived while `arrivals` knew
-        the weights; none if the server may be a new process, with other weights.
-      Malformed: the response is not one to the request; nothing of it is kept.
+      Broken: the completion broke off. The exception contains the tokens that arrived while the
+        weights were known (`Arrivals.known`). It contains no tokens if the server may be a new
+        process with other weights.
+      Malformed: the response does not match the request. None of its tokens are kept.
     """
     body = self._body(request, index, seed)
     body['stream'] = True
@@ -298,9 +299,14 @@ class VllmClient:
     return answer
 
   def _recognise(self, begun: float) -> None:
-    """Asks the server for its label, unless it has been recognised since an answer began at
-    `begun`. A process that was started from outside the run has no label of this
-    run, and other weights.
+    """Starts a request for the server's label, to check that the server is not a new process with
+    other weights. Only a server whose weights this run has loaded has a label of this run.
+
+    Does nothing if the server has returned such a label since the answer began, if a request is in
+    progress, or if the last request was less than `_LOOK_S` seconds ago.
+
+    Args:
+      begun: event loop time at which the answer began.
     """
     now = asyncio.get_running_loop().time()
     if self._recognised >= begun or self._look is not None or now < self._looked + _LOOK_S:
@@ -318,7 +324,7 @@ class VllmClient:
       if isinstance(answer, dict) and answer.get('weight_version') in self._labels:
         self._recognised = begun
     except RemoteError:
-      pass  # The next part of an answer starts another look.
+      pass  # The next part of an answer starts another request for the label.
     finally:
       self._look = None
 
@@ -558,8 +564,8 @@ def sampler_seed(seed: int, request: Request, index: int) -> int:
   sample index, and the number of tokens that earlier requests sampled for the completion.
 
   vLLM draws the same random numbers for each request with the same seed. Without the number of
-  earlier tokens, the tokens after an interruption would be sampled with the same random numbers as
-  those before it.
+  earlier tokens, the tokens after an interruption would be sampled with the random numbers of the
+  tokens before the interruption.
   """
   words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *request.key, index], '<u4')
   # While `begun` is 0, the salt has no effect, because a salt of zeros equals no salt.

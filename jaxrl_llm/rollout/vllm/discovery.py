@@ -113,8 +113,8 @@ class Discovery:
       replicas: servers of the fleet.
       leases: leases that have not expired.
       engine: name of the engine, for messages.
-      refuses: whether a server that cannot serve the policy raises UserError. If False, it is
-        ignored.
+      refuses: whether a server that cannot serve the policy raises UserError. If False, such a
+        server is ignored.
     """
     at = {lease.address: lease for lease in leases}
     gone = [replica for replica in replicas if replica.client.address not in at]

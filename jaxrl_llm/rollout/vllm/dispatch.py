@@ -23,7 +23,7 @@ class _Place(NamedTuple):
   """A request in the queue for a server."""
 
   future: asyncio.Future[tuple[Replica, int]]
-  """Resolves to (replica, the replica's `life` at the time of dispatch)."""
+  """Future that resolves to (replica, the replica's `life` at the time of dispatch)."""
   samples: bool
   """Whether the temperature of the request is above 0."""
 

@@ -92,8 +92,8 @@ class Fleet:
       dtype: Hugging Face name of the data type of the servers' weights, for example 'bfloat16'.
       max_length: length of the longest sequence in tokens, including its prompt.
       seed: seed of all sampling, combined with each request's key.
-      run: calls its first argument with the others on the process's device thread, and returns the
-        result.
+      run: calls its first argument with the remaining arguments on the process's device thread, and
+        returns the result.
       check_tokenizer: raises a UserError if a server tokenizes text differently from the policy.
       adapter_rank: rank of the adapters that `folder` publishes, or 0 if it publishes whole
         weights.
@@ -101,12 +101,11 @@ class Fleet:
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
-    """Totals since the start: completions that were accepted, their tokens, retries, restarts,
-    publications, and void completions, which were discarded because their version was not proven.
-    Also the tokens of void completions, of delivered ones, and of unwanted ones, whose caller had
-    gone away. With discovery, also the numbers of servers that joined and left. Of answers that
-    broke off: how many were continued, the tokens that were kept, and the lost ones, which had
-    arrived but could not be kept.
+    """Totals since the start, keyed by name: accepted completions and their tokens; retries,
+    restarts and publications; void completions (discarded because their version was not proven) and
+    their tokens; tokens of delivered completions; and tokens of unwanted completions, whose caller
+    had gone away. With discovery, also the servers that joined and left. For streamed answers that
+    broke off: continued answers, kept tokens, and lost tokens, which arrived but were not kept.
     """
     self.replicas = tuple(replicas)
     """Servers of the fleet. With discovery, servers are added and removed while the fleet runs."""
@@ -866,10 +865,11 @@ class Fleet:
     )
 
   def _keep(self, answer: Answer, begun: Begun, version: Version | None, engine: str) -> bool:
-    """Appends the tokens of a streamed answer that broke off. Returns whether nothing is missing.
+    """Appends the tokens of a streamed answer that broke off. Returns whether the answer is now
+    complete.
 
     Args:
-      version: version that sampled them.
+      version: version that sampled the tokens. It may be None if there are no tokens.
       engine: name of the server.
     """
     count = len(begun.tokens)

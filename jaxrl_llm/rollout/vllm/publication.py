@@ -89,17 +89,18 @@ class Publication:
   """
   file_checksums: Mapping[str, Mapping[Slice | None, str]] = dataclasses.field(default_factory=dict)
   """Checksums (`weights.checksums`) of the tensors in the files and of their slices, as 16
-  hexadecimal digits, keyed by tensor name and slice. The key None has that of the whole tensor.
-  Empty if none were computed.
+  hexadecimal digits, keyed by tensor name and slice. The key None stands for the whole tensor. The
+  mapping is empty if no checksums were computed.
   """
   deltas: tuple[Delta, ...] = ()
   """Deltas that lead from the files to this version, in order; empty if the files contain it."""
   files_label: str | None = None
   """Label of the version in the files; None if no deltas are published."""
   changed_fraction: float | None = None
-  """Share of elements whose bits differ from the version before; None if this is unknown."""
+  """Share of elements whose bits differ from the previous version; None if the share is unknown."""
   base: Publication | None = None
-  """Publication of the base weights if this one is an adapter; None if it contains whole weights.
+  """Publication of the base weights if this publication contains an adapter; None if it contains
+  whole weights.
   """
 
   @property
@@ -160,14 +161,14 @@ def _label(version: Version, digests: Mapping[str, str]) -> str:
 
 
 class _Proof(NamedTuple):
-  """Values by which readers and servers recognise the tensors of a version."""
+  """Digests and checksums that identify the content of a version's tensors."""
 
   digests: Mapping[str, str]
   """xxh3-128 digest of each tensor, keyed by its name."""
   slices: Mapping[str, Mapping[Slice, str]]
   """Digests of slices; see `Publication.slices`."""
   checksums: Mapping[str, Mapping[Slice | None, str]]
-  """See `Publication.file_checksums`."""
+  """Checksums of tensors and slices; see `Publication.file_checksums`."""
 
   @property
   def of_slices(self) -> dict[str, list[list[Any]]]:
@@ -213,7 +214,9 @@ class PublicationFolder:
     self._newest: Publication | None = None
     """The version in `_image`; None if the image contains no complete version."""
     self._lock = threading.Lock()
-    """Held while files are written or removed, because `write_whole` is called by other threads."""
+    """Lock that is held while files are written or removed, because several threads call methods of
+    this class.
+    """
     self._layout = FileLayout({entry.hf: entry.shape for entry in entries(spec)}, dtype)
     with writing(self.root):
       if self.root.exists():
@@ -259,7 +262,9 @@ class PublicationFolder:
     return TensorWriter(self._dtype, slices, checksums=checksums)
 
   def _write(self, writer: TensorWriter, leaves: Iterable[tuple[str, np.ndarray]]) -> _Proof:
-    """Writes the tensors. The order of the digests is that of `FileLayout`."""
+    """Writes the tensors, and returns their digests and checksums. The digests are in the order of
+    `FileLayout`.
+    """
     for entry, rows in hf_parts(leaves, self._spec):
       writer.add(entry.hf, rows, whole=rows.shape == entry.shape)
     return _Proof(writer.finish(), writer.slice_digests(), writer.checksums())
@@ -319,7 +324,7 @@ class PublicationFolder:
     version, if the last `full_every` - 1 versions were deltas, if these deltas together have at
     least as many bytes as whole weights, or if the new delta would not be smaller than whole
     weights. A server that needs the files and all deltas therefore reads at most about three times
-    as many bytes as whole weights have.
+    the size of the whole weights.
     """
     if self._image is None:
       self._image = Image(self._layout, dtype_of(self._dtype).itemsize)
@@ -450,9 +455,9 @@ class AdapterFolder(PublicationFolder):
     slices: Mapping[str, Collection[Slice]] | None = None,
     checksums: bool = False,
   ) -> Publication:
-    """Publishes an adapter version. `slices` and `checksums` refer to the base
-    weights. The first call takes the
-    arrays of the base weights and of the adapter; later calls take only the adapter's arrays.
+    """Publishes an adapter version. `leaves` contains the arrays of the base weights and of the
+    adapter in the first call, and only the adapter's arrays in later calls. `slices` and
+    `checksums` apply to the base weights.
     """
     parts: dict[str, list[np.ndarray]] = {}
 
@@ -491,7 +496,8 @@ def read_published(publication: Publication) -> dict[str, Shaped[np.ndarray, '..
   """Reads all tensors of a version, keyed by Hugging Face name, and verifies their digests.
 
   Raises:
-    ValueError: see `read_checked` and `deltas.apply`.
+    ValueError: a file is missing, or its content differs from the announced digests; see
+      `read_checked` and `deltas.apply`.
   """
   tensors = read_checked(publication.files, publication.directory)
   if not publication.deltas:

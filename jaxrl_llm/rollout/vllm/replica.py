@@ -96,7 +96,7 @@ class Replica:
     self._state = ReplicaState.DOWN
     self._in_flight = 0
     self.clock = ProcessClock()
-    """Measures the time that the server spends in each `activity`."""
+    """Clock of the time that the server spends in each `activity`."""
     self.version: Version | None = None
     """Newest version that the server was proven to have loaded."""
     self.label: str | None = None
@@ -131,11 +131,11 @@ class Replica:
     self._sampling = 0
     """Number of requests in progress on the server."""
     self._drained = asyncio.Event()
-    """Set while `_sampling` is 0."""
+    """Event that is set while `_sampling` is 0."""
     self._drained.set()
     self.settled = asyncio.Event()
-    """Set while no update is in progress. It is then known for every version that has sampled
-    tokens whether the version is proven.
+    """Event that is set while no update is in progress. During an update, the server may sample
+    tokens under the new version before that version is added to `proven`.
     """
     self.settled.set()
     self.paused_s = 0.0
@@ -163,7 +163,7 @@ class Replica:
 
   @property
   def sampled_with(self) -> Version | None:
-    """Version that certainly samples the tokens of a request that is sent now, until the next
+    """Version that is certain to sample the tokens of a request that is sent now, until the next
     update begins. None during an update, and if the server's weights are unknown.
     """
     return self.version if self.settled.is_set() else None
@@ -199,8 +199,8 @@ class Replica:
       stream: see `VllmConfig.stream`.
 
     Raises:
-      Broken: a streamed answer broke off. Its beginning was sampled by the version that
-        `sampled_with` names when this method is called.
+      Broken: a streamed answer broke off. The tokens in the exception were sampled by the version
+        that `sampled_with` named when this method was called.
     """
     self._sampling += 1
     self._drained.clear()
@@ -279,9 +279,9 @@ class Replica:
     batched prompt logprobs with other requests.
 
     Raises:
-      Refused: the files are not those announced, or do not fit the model. Nothing was written, and
-        the previous version stays in service. If a server with several workers refuses a delta,
-        however, its weights are unknown, it stays paused, and whole weights must follow.
+      Refused: the files differ from the announced digests, or do not fit the model. Nothing was
+        written, and the previous version stays in service. If a server with several workers refuses
+        a delta, however, its weights are unknown, it stays paused, and whole weights must follow.
       Unproven, Lost: the server's weights are wrong (Unproven) or unknown (Lost).
     """
     self.settled.clear()
@@ -507,8 +507,8 @@ def slice_of(tensor: Mapping[str, Any]) -> Slice | None:
 def _expected(
   publication: Publication, slices: Mapping[str, Any], *, checksums: bool
 ) -> dict[str, str]:
-  """Returns the digests (or checksums) that a worker's tensors must have, keyed by tensor name. For
-  a worker that was unknown when the publication was written, they are computed from the files.
+  """Returns the digests (or checksums) that a worker's tensors must have, keyed by tensor name. If
+  the worker was unknown when the publication was written, the values are computed from the files.
   """
   cuts = {name: slice_of(slices[name]) for name in publication.digests if name in slices}
   known = {name: _published(publication, name, cut, checksums) for name, cut in cuts.items()}
@@ -528,7 +528,9 @@ def _expected(
 def _published(
   publication: Publication, name: str, cut: Slice | None, checksums: bool
 ) -> str | None:
-  """Returns the published digest (or checksum) of a tensor or a slice of it, None if unknown."""
+  """Returns the published digest of a tensor or of its slice `cut`, or the checksum if `checksums`.
+  Returns None if the publication does not contain this value.
+  """
   if checksums:
     return publication.checksums.get(name, {}).get(cut)
   if cut is None:

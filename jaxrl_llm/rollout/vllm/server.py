@@ -113,14 +113,14 @@ class VllmConfig:
   max_in_flight: int = 256
   """Maximum number of requests in flight per server. Further requests wait in the trainer."""
   stream: int | None = 256
-  """Number of tokens after which a server sends what it has sampled of an answer. If a server is
-  lost, answers continue on other servers after the tokens that have arrived. If None, servers send
-  whole answers, and the answers of a lost server are sampled again from their beginning. Answers
-  whose maximum length is no larger than this number are sent whole.
+  """Number of tokens in each part of a streamed answer. If a server is lost, other servers continue
+  its answers after the tokens that have arrived. Answers whose maximum length does not exceed this
+  number are not streamed. If None, no answers are streamed, and the answers of a lost server are
+  sampled again from the beginning.
   """
   transfer: Literal['files', 'nccl', 'ipc'] = 'files'
   """How published weights reach the servers. With 'files', the servers read the published files.
-  With 'nccl' or 'ipc', a sender process beside the trainer reads the files and sends the weights
+  With 'nccl' or 'ipc', a sender process on the trainer's host reads the files and sends the weights
   over NCCL or CUDA IPC. 'ipc' requires owned servers with one GPU each.
   """
   lora: Literal['merged', 'adapter'] = 'merged'

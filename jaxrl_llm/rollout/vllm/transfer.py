@@ -2,8 +2,8 @@
 a sender process reads them and sends the weights to it.
 
 Invariant: `Refused` means that a worker or the sender rejected the publication without writing any
-weights. If the server has several workers, others may have written theirs. Any other failure of
-`send` raises `Lost`, because the server's weights are then unknown.
+weights. If the server has several workers, the other workers may have written weights. Any other
+failure of `send` raises `Lost`, because the server's weights are then unknown.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Transfer(Protocol[_Server]):
     """Loads a publication into the paused server.
 
     Raises:
-      Refused: the files are not those announced, or do not fit the model. The worker that reports
-        this has written nothing, but other workers of the server may have.
+      Refused: the files differ from the announced digests, or do not fit the model. The worker that
+        reports this has written nothing, but other workers of the server may have written weights.
       Lost: the server or the transfer failed. The server's weights are unknown.
     """
     ...
@@ -255,8 +255,8 @@ class SenderTransfer:
   async def _order(
     self, client: VllmClient, order: Mapping[str, Any], *, deadline_s: float
   ) -> None:
-    """Sends one order to the sender and makes the calls that the sender requests. Raises Refused
-    and Lost as `send` does.
+    """Sends one order to the sender and makes the calls that the sender requests. Raises Refused if
+    the sender rejects the publication before it requests a call, and Lost after any other failure.
     """
     child = self._child
     if child is None:

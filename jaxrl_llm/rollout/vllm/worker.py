@@ -184,7 +184,7 @@ def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _odd(numbers: torch.Tensor) -> torch.Tensor:
-  """Returns odd(n) of each number; see `jaxrl_llm.weights.checksums`."""
+  """Returns the factor odd(n) for each number n; see `jaxrl_llm.weights.checksums`."""
   z = (numbers + 1) * _signed(0x9E3779B97F4A7C15)
   z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
   z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
@@ -192,7 +192,7 @@ def _odd(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _words(matrix: torch.Tensor) -> torch.Tensor:
-  """Returns the words of a matrix as int64; see `jaxrl_llm.weights.checksums`."""
+  """Returns the checksum word of each element, as int64; see `jaxrl_llm.weights.checksums`."""
   size = min(matrix.element_size(), 4)
   words = matrix.contiguous().view(_INTEGERS[size]).to(torch.int64) & ((1 << (8 * size)) - 1)
   return words ^ (words >> 16) if size == 4 else words
@@ -347,7 +347,7 @@ def _within(view: View, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Te
   """Converts positions in the whole tensor to positions in this worker's slice.
 
   Returns:
-    (positions in the slice, whether the slice has each of the given elements).
+    (positions in the slice, mask). The mask is True for each given position that lies in the slice.
   """
   inner, length = math.prod(view.tensor.shape[view.dim + 1 :]), view.tensor.shape[view.dim]
   rows, column = positions // inner, positions % inner
