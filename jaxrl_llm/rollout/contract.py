@@ -169,8 +169,8 @@ async def checked_run(
   sampling: Sampling,
   max_steps: int = 1,
 ) -> AsyncIterator[Rollout]:
-  """Runs a workflow and yields its trajectories. If several have the same index, only the first is
-  yielded.
+  """Runs a workflow and yields its trajectories. If several trajectories have the same index, only
+  the first of them is yielded.
 
   Args:
     max_steps: maximum number of steps of a trajectory.

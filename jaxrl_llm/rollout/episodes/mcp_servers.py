@@ -64,7 +64,9 @@ class McpServerConfig:
   tools: tuple[str, ...] | None = None
   """Names of the tools that the policy may call; None for all tools of the server."""
   start_s: float = 60.0
-  """Maximum seconds for the server to start and list its tools."""
+  """Maximum seconds for a session with the server to open, including the start of `command`. The
+  first session has 15 more seconds to list the server's tools.
+  """
   concurrency: int = 16
   """Maximum number of calls in flight. Other calls wait; the wait counts towards their deadline."""
 

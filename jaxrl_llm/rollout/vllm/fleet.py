@@ -54,7 +54,7 @@ _LOOK_S = LOOK_S
 
 @dataclasses.dataclass(frozen=True)
 class _Current:
-  """The version that all servers should serve, with its probe."""
+  """Publication and probe of the version that all servers should serve."""
 
   publication: Publication
   probe: Probe | None

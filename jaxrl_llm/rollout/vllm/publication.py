@@ -289,7 +289,7 @@ class PublicationFolder:
     proof: _Proof,
     changed_fraction: float | None = None,
   ) -> Publication:
-    """Makes a finished weights file visible."""
+    """Makes a finished weights file visible under its final name, and returns its publication."""
     publication = Publication(
       version=version,
       directory=self.root / str(version),

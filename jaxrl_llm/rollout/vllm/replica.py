@@ -139,7 +139,9 @@ class Replica:
     """
     self.settled.set()
     self.paused_s = 0.0
-    """Seconds for which the last update paused sampling."""
+    """Seconds for which the last update paused sampling. For an adapter on CPUs, they include the
+    wait until the requests in flight have ended.
+    """
     self._measure()
 
   @property

@@ -30,11 +30,11 @@ _DEVIATIONS = 3.09
 async def sampling_fault(
   server: SpeculativeServer, *, vocab: int, max_length: int, tolerance: float, deadline_s: float
 ) -> str | None:
-  """Returns the reason why a server's speculative decoding must not serve sampled requests, or None
-  if it may. A server that crashes during the test fails the test.
+  """Returns the reason why a server with speculative decoding must not serve requests with a
+  temperature above 0, or None if it may. A server that crashes during the test fails the test.
 
-  The server continues prompts that repeat themselves, at temperature 1. Its own logprobs of the
-  same sequences, as a prompt, are the reference: prompt logprobs are computed without drafts, and
+  The server continues prompts that repeat themselves, at temperature 1. The reference is its own
+  logprobs of the same sequences, sent as prompts: prompt logprobs are computed without drafts, and
   the probe has shown that they match the trainer's. For each rank (most probable token,
   second, …, all others together), a χ² test compares the number of sampled tokens with the sum of
   their probabilities. These counts vary less than multinomial counts, so the test rejects a correct

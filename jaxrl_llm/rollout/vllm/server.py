@@ -78,8 +78,8 @@ class VllmConfig:
   """
   discover: int | None = None
   """Number of servers that must have registered in the run's registry (`registry`) before the run
-  starts. While it runs, more servers may join and any server may leave. If None, the run uses owned
-  servers, or those at `addresses`.
+  starts. Later, more servers may join and any server may leave. If None, the run uses the servers
+  at `addresses` or, if there are none, owned servers.
   """
   key_file: str | None = None
   """File with the bearer token that attached servers require. If None, the registry's key is sent
@@ -675,9 +675,9 @@ class OwnedServer:
       self._opened.close()
 
   def _check_folder(self) -> None:
-    """Creates the server's folder if it is missing, and checks that it is private. The server
-    imports modules from it, and other users can write to the parent directory, so they could
-    otherwise plant modules there.
+    """Creates the server's folder if it is missing. Raises RunError if the folder is not private to
+    this user. The server imports modules from the folder, and other users, who can write to its
+    parent directory, could otherwise plant modules there.
     """
     self._folder.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(self._folder)

@@ -221,8 +221,8 @@ class SenderTransfer:
       self._opened.close()
 
   async def _kill(self) -> None:
-    """Closes the transfer after an error. A failure to close is only logged, so that callers see
-    the first error.
+    """Closes the transfer after an error. A second error, during the closing, is only logged, so
+    that callers see the first error.
     """
     try:
       await self.close()
