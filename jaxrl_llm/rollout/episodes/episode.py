@@ -142,8 +142,8 @@ class Episode:
     Args:
       place: task, group and index of the trajectory.
       sampling: sampling parameters of every turn.
-      max_tokens: maximum number of tokens of a step after its prompt, including observations. The
-        total length of a later step is at most that of the first prompt plus `max_tokens`.
+      max_tokens: maximum number of tokens of a step after its prompt, including observations.
+        With its prompt, a later step may have `max_tokens` tokens more than the first prompt.
       max_steps: maximum number of steps of the trajectory.
       max_prompt: maximum number of tokens of the first prompt; None if the engine alone limits it.
       tools: JSON schemas of the tools, which the chat template describes to the policy.

@@ -31,8 +31,8 @@ class Arrivals:
     """
     Args:
       interval: number of tokens that the server samples between two events of the response.
-      is_known: returns whether all tokens so far were certainly sampled with the weights that the
-        server had when the request was sent.
+      is_known: returns whether the server's weights were known when the request was sent, and no
+        update of the server has begun since.
     """
     self.interval, self._is_known = interval, is_known
     self._parts: list[bytes] = []
