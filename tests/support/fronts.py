@@ -12,7 +12,8 @@ import aiohttp
 import namespaces
 from aiohttp import web
 
-from jaxrl_llm.core.net.front import ROUTES, Front, FrontConfig
+from jaxrl_llm.core.net.endpoint import FrontConfig
+from jaxrl_llm.core.net.front import ROUTES, Front
 
 TOKEN = 'token-of-this-test-0123456789'
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from absl import flags
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.front import FrontConfig
+from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.registry import (
   Kind,
   Lease,

@@ -28,7 +28,8 @@ from jaxrl_llm.app.serve.listening import (
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
-from jaxrl_llm.core.net.front import Front, FrontConfig
+from jaxrl_llm.core.net.endpoint import FrontConfig
+from jaxrl_llm.core.net.front import Front
 from jaxrl_llm.core.net.registry import Kind, Registry, service_name
 from jaxrl_llm.rollout.vllm.discovery import fingerprint
 from jaxrl_llm.rollout.vllm.server import (

@@ -4,22 +4,18 @@ Invariant: no part of a request reaches the upstream unless the request carries 
 method and path are those of a route, byte for byte (`core.net.server`).
 
 The module also runs on hosts that only serve models and lack JAX, so it imports neither JAX nor any
-module of this package except `core.errors` and two modules of `core.net`.
+module of this package except `core.errors` and three modules of `core.net`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import errno
-import hmac
 import json
 import logging
 import os
 import re
-import ssl
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self
 
 import aiohttp
@@ -28,10 +24,10 @@ from aiohttp import hdrs, web
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.connections import is_loopback
+from jaxrl_llm.core.net.endpoint import Endpoint, FrontConfig
 from jaxrl_llm.core.net.server import (
   SERVER,
   Refusal,
-  Server,
   Upload,
   begin_upload,
   parse_object,
@@ -73,42 +69,11 @@ RPC_METHODS = frozenset({'jaxrl_weights', 'jaxrl_checksums', 'jaxrl_digests'})
 MAX_BODY, MAX_RPC_BODY, MAX_UPDATE_BODY = 256 << 20, 64 << 10, 16 << 20
 """Maximum body sizes in bytes."""
 
-_TOKEN = re.compile(r'[\x21-\x7e]{16,4096}')
 _HEADER_WORD = re.compile(r'[\x21-\x7e]+')
 _CONNECT_S = 10.0
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+"""Function that answers an authenticated request. It may raise Refusal."""
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FrontConfig:
-  """Address, token and TLS settings of a front."""
-
-  host: str = '127.0.0.1'
-  port: int = 0
-  """Port to listen on; 0 for any free port."""
-  token_file: str | None = None
-  """File whose first line is the bearer token: 16 to 4096 visible ASCII characters. Other users
-  must have no access to the file (mode 600). If None, the token is the key of the run's registry.
-  """
-  tls_cert: str | None = None
-  """PEM file with the certificate and, if there are any, its intermediate certificates. If None,
-  TLS is not used.
-  """
-  tls_key: str | None = None
-  """PEM file with the unencrypted private key of the certificate."""
-  allow_plaintext: bool = False
-  """Whether token and data may cross a network unencrypted."""
-
-  def __post_init__(self):
-    if not 0 <= self.port < 1 << 16:
-      raise UserError(f'front.port: got {self.port}, wanted 0 … 65535; 0 takes a free one')
-    if (self.tls_cert is None) != (self.tls_key is None):
-      raise UserError('front: only one of tls_cert and tls_key is set; set both, or neither')
-    if not (is_loopback(self.host) or self.tls_cert or self.allow_plaintext):
-      raise UserError(
-        f'front.host: {self.host!r} is not loopback, so the token would cross the network in plain '
-        'text; set tls_cert and tls_key, or allow_plaintext if the network is trusted'
-      )
 
 
 class Front:
@@ -122,6 +87,7 @@ class Front:
     upstream_token: str | None = None,
     publish_root: str | None = None,
     routes: Sequence[tuple[str, str]] = ROUTES,
+    handlers: Mapping[tuple[str, str], Handler] | None = None,
   ):
     """
     Args:
@@ -131,13 +97,11 @@ class Front:
       publish_root: directory that must contain every directory named in a weight update or an
         adapter load; if None, these directories may be anywhere.
       routes: (method, path) pairs of the requests that the front passes on.
+      handlers: handlers of requests that the front answers itself, keyed by (method, path).
 
     Raises:
       UserError: a file or token cannot be used, or the upstream may be reachable from other hosts.
     """
-    self._config = config
-    self._wanted = f'Bearer {_read_token(config.token_file)}'.encode()
-    self._tls = _tls_context(config)
     self._socket, self._base = _parse_upstream(upstream)
     if upstream_token is not None and not _HEADER_WORD.fullmatch(upstream_token):
       raise UserError(
@@ -146,12 +110,8 @@ class Front:
     self._upstream_token = upstream_token
     self._publish_root = None if publish_root is None else os.path.realpath(publish_root)
     self._session: aiohttp.ClientSession | None = None
-    self._server = Server(
-      routes,
-      authenticate=lambda given: hmac.compare_digest(given, self._wanted) or None,
-      handle=lambda request, _: self._forward(request, *split_path(request)),
-      wanted='wanted one header "Authorization: Bearer TOKEN" with this front\'s token',
-    )
+    self._handlers = dict(handlers or {})
+    self._endpoint = Endpoint(config, routes=(*routes, *self._handlers), handle=self._handle)
 
   async def __aenter__(self) -> Self:
     await self.start()
@@ -163,13 +123,12 @@ class Front:
   @property
   def refused(self) -> int:
     """Number of requests refused so far because they did not carry the token."""
-    return self._server.refused
+    return self._endpoint.refused
 
   @property
   def address(self) -> str:
     """Address of the front, `https://host:port` or `http://host:port`; known only after `start`."""
-    host = f'[{self._config.host}]' if ':' in self._config.host else self._config.host
-    return f'{"https" if self._tls else "http"}://{host}:{self._server.port}'
+    return self._endpoint.address
 
   async def start(self) -> str:
     """Starts listening and returns the address. Raises UserError if the address cannot be bound."""
@@ -186,32 +145,23 @@ class Front:
       skip_auto_headers=(hdrs.USER_AGENT, hdrs.CONTENT_TYPE),
     )
     try:
-      await self._server.start(self._config.host, self._config.port, self._tls)
-    except OSError as error:
-      await self.close()
-      raise self._unbound(error) from None
+      return await self._endpoint.start()
     except BaseException:
       await self.close()
       raise
-    return self.address
 
   async def close(self) -> None:
     """Stops listening and aborts requests in flight."""
     session, self._session = self._session, None
-    await self._server.close()
+    await self._endpoint.close()
     if session is not None:
       await session.close()
 
-  def _unbound(self, error: OSError) -> UserError:
-    host, port = self._config.host, self._config.port
-    if error.errno == errno.EADDRINUSE:
-      return UserError(
-        f'front.port: {port} of {host} is in use; stop the program that listens on it, or set '
-        'another port (0 takes a free one)'
-      )
-    return UserError(
-      f'front.host: cannot listen on {host} port {port} ({error}); set an address of this host'
-    )
+  async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    path, query = split_path(request)
+    if handler := self._handlers.get((request.method, path)):
+      return await handler(request)
+    return await self._forward(request, path, query)
 
   async def _forward(self, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
     body = await self._body(request, path)
@@ -277,51 +227,6 @@ class Front:
     elif hdrs.CONTENT_TYPE in request.headers:
       headers[hdrs.CONTENT_TYPE] = request.headers[hdrs.CONTENT_TYPE]
     return headers
-
-
-def _read_token(path: str | None) -> str:
-  if path is None:
-    raise UserError(
-      'front.token_file: not set, and there is no registry whose key could be used instead; name a '
-      'file with a token of at least 16 characters, mode 600'
-    )
-  try:
-    with open(path, 'rb') as file:
-      mode = os.fstat(file.fileno()).st_mode
-      line = file.readline(8192)
-  except OSError as error:
-    raise UserError(
-      f'front.token_file: cannot read {path} ({error.strerror}); put a token of at least 16 '
-      'characters there, mode 600'
-    ) from None
-  if mode & 0o077:
-    raise UserError(
-      f'front.token_file: {path} has mode {mode & 0o777:o}, and others can read it; chmod 600 it'
-    )
-  token = line.decode('ascii', 'replace').strip()
-  if not _TOKEN.fullmatch(token):
-    raise UserError(
-      f'front.token_file: the first line of {path} has {len(token)} characters, wanted 16 to 4096 '
-      'of visible ASCII without spaces; write a longer random one, such as `openssl rand -hex 32` '
-      'gives'
-    )
-  return token
-
-
-def _tls_context(config: FrontConfig) -> ssl.SSLContext | None:
-  if config.tls_cert is None:
-    return None
-  context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-  try:
-    # The empty password makes an encrypted key an error. Without a password, OpenSSL would prompt
-    # on the terminal.
-    context.load_cert_chain(config.tls_cert, config.tls_key, password='')
-  except OSError as error:
-    raise UserError(
-      f'front.tls_cert, front.tls_key: cannot use {config.tls_cert} with {config.tls_key} '
-      f'({error}); wanted a certificate and its unencrypted key, both PEM'
-    ) from None
-  return context
 
 
 def _parse_upstream(upstream: str) -> tuple[str | None, yarl.URL]:

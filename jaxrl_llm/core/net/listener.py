@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from aiohttp import web
 
 from jaxrl_llm.core.disk import scratch
-from jaxrl_llm.core.net.front import Front, FrontConfig
+from jaxrl_llm.core.net.endpoint import FrontConfig
+from jaxrl_llm.core.net.front import Front
 
 
 @contextlib.asynccontextmanager

@@ -30,7 +30,7 @@ from aiohttp import web
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.files import parse_msgpack
-from jaxrl_llm.core.net.front import FrontConfig
+from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.core.process_clock import seconds_metrics
 from jaxrl_llm.core.records.sample import Sample

@@ -10,7 +10,7 @@ from exploring import make_tasks
 from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.app.serve.explorer import FLAGS
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.front import FrontConfig
+from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.registry import Kind, Lease, Registry, Watch, registered
 
 

@@ -27,7 +27,8 @@ from paths import ROOT
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net import front as front_module
 from jaxrl_llm.core.net import server as server_module
-from jaxrl_llm.core.net.front import ROUTES, RPC_METHODS, Front, FrontConfig
+from jaxrl_llm.core.net.endpoint import FrontConfig
+from jaxrl_llm.core.net.front import ROUTES, RPC_METHODS, Front
 
 GOOD = {'Authorization': f'Bearer {TOKEN}'}
 PATIENCE_S = 60
@@ -1311,6 +1312,7 @@ def test_the_module_is_light():
     'jaxrl_llm.core.errors',
     'jaxrl_llm.core.net',
     'jaxrl_llm.core.net.connections',
+    'jaxrl_llm.core.net.endpoint',
     'jaxrl_llm.core.net.front',
     'jaxrl_llm.core.net.server',
   }
