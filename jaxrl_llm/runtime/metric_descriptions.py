@@ -346,6 +346,9 @@ METRICS: dict[str, str] = {
   'perf/publish_write_s': (
     'Seconds of gathering, converting and writing the weights (vLLM servers).'
   ),
+  'perf/publish_transfer_s': (
+    "Longest time for a host to fetch a version (transfer='pull'); its servers sample meanwhile."
+  ),
   'perf/publish_pause_s': 'Longest time that a publication kept a server from sampling.',
   'perf/publish_bytes': (
     'Bytes that were written to publish the version: those of its whole tensors, of a delta, or of '

@@ -146,6 +146,7 @@ LABELS: dict[str, Label] = {
   'perf/trainer_idle_s': Label('Wait for the batch', _S),
   'perf/rollout_idle_s': Label('Idle time of rollouts', _S),
   'perf/publish_write_s': Label('Writing the weights', _S),
+  'perf/publish_transfer_s': Label('Fetching of weights', _S),
   'perf/publish_pause_s': Label('Pause of sampling', _S),
   'perf/publish_bytes': Label('Published weights', 'bytes'),
   'perf/publish_changed_fraction': Label('Changed elements', _SHARE),

@@ -119,6 +119,8 @@ class RunningChecksum:
         columns = matrix[..., cut.start : cut.start + cut.length]
         sums = line_sums(columns, cut.start).reshape(lines)
       else:
+        if cut.axis == 0 and (cut.start >= first + len(rows) or cut.start + cut.length <= first):
+          continue
         start = cut.start - (first if cut.axis == 0 else 0)
         index = (slice(None),) * cut.axis + (slice(max(start, 0), max(start + cut.length, 0)),)
         part, sums = factors[index], of_lines[index]

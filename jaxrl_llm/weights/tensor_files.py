@@ -113,6 +113,8 @@ class _Tensor:
     self.hasher.update(memoryview(rows.reshape(-1).view(np.uint8)))
     for (axis, start, length), hasher in self.slices.items():
       if axis == 0:
+        if start >= first + len(rows) or start + length <= first:
+          continue
         part = rows[max(start - first, 0) : max(start + length - first, 0)]
       else:
         index = (*[slice(None)] * axis, slice(start, start + length))

@@ -514,7 +514,7 @@ def test_the_front_passes_on_only_what_it_has_looked_through(services, tmp_path,
   (root / 'v1').mkdir(parents=True)
   (root / 'v1' / 'model.safetensors').write_bytes(b'')
   (root / 'out').symlink_to(tmp_path)
-  upstream, front = guarded(services, tmp_path, publish_root=str(root))
+  upstream, front = guarded(services, tmp_path, publish_roots=[str(root)])
   client = services.enter(Client(front.address, {'Authorization': f'Bearer {TOKEN}'}))
   bodies = {
     RPC_PATH: {'method': 'jaxrl_digests', 'args': [1]},

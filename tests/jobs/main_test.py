@@ -39,6 +39,7 @@ WRITTEN_ELSEWHERE = {
     *('run/engine_restarts', 'run/engine_retries', 'run/engine_void', 'run/engines_serving'),
     *('run/engine_continued', 'run/engine_kept_tokens', 'run/engine_lost_tokens'),
   ),
+  "rollout.vllm.transfer='pull'": ('perf/publish_transfer_s',),
   'rollout.vllm.full_every': ('perf/publish_changed_fraction',),
   'servers of a registry': ('run/engines', 'run/engine_joined', 'run/engine_left'),
   'rollout.max_steps': (

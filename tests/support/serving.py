@@ -137,6 +137,7 @@ async def fleet_of(
   kind = functools.partial(PublicationFolder, full_every=settings.full_every)
   if lora is not None:
     kind = functools.partial(AdapterFolder, lora=lora)
+  kind = functools.partial(kind, atoms=settings.transfer == 'pull')
   fleet = Fleet(
     replicas,
     settings,

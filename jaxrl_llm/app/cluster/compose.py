@@ -182,8 +182,13 @@ def _needed(
     needed['rollout.vllm.discover'] = str(layout.rollout_nodes * layout.rollout_servers)
     if layout.ca_file:
       needed['rollout.vllm.ca_file'] = str(pathlib.Path(layout.ca_file).absolute())
-    # vLLM servers on other nodes read new weights from a directory that the trainer writes.
-    if config.rollout.vllm.publish_dir is None and not one_machine:
+    # vLLM servers on other nodes fetch new weights from the trainer, or read them from a directory
+    # that the trainer writes.
+    if config.rollout.vllm.transfer == 'pull' and one_machine:
+      needed['rollout.vllm.transfer'] = 'files'  # The servers have no fronts, and need none.
+    elif config.rollout.vllm.transfer == 'pull':
+      needed['rollout.vllm.source'] = json.dumps(_listen(layout))
+    elif config.rollout.vllm.publish_dir is None and not one_machine:
       needed['rollout.vllm.publish_dir'] = str(run / _PUBLISHED)
   for scorer in config.rewards.scorers:
     if layout.sandboxes and scorer.implementation == _CODE:
@@ -251,10 +256,11 @@ def _services(
   registry = f'--registry={run / _REGISTRY}'
   listen = [registry, *([] if one_machine else _front(layout))]
   cpus = ProcessResources(cpus=layout.cpus, memory_gib=layout.memory_gib)
+  trust = [f'--ca_file={pathlib.Path(layout.ca_file).absolute()}'] if layout.ca_file else []
   if layout.rollout_nodes:
     group = ProcessGroup(
       name='rollout',
-      command=(*serve, *_vllm(config, run, listen, one_machine)),
+      command=(*serve, *_vllm(config, run, [*listen, *trust], one_machine)),
       nodes=layout.rollout_nodes,
       processes_per_node=layout.rollout_servers,
       resources=dataclasses.replace(cpus, gpus=layout.rollout_gpus),
@@ -266,7 +272,6 @@ def _services(
       ProcessGroup(name='scorer', command=command, nodes=layout.sandboxes, resources=cpus)
     )
   if layout.explorers and not one_machine:  # On one machine, the trainer starts the explorers.
-    trust = [f'--ca_file={pathlib.Path(layout.ca_file).absolute()}'] if layout.ca_file else []
     command = (*serve, '--role=explorer', registry, *trust)
     groups.append(
       ProcessGroup(name='explorer', command=command, nodes=layout.explorers, resources=cpus)
@@ -313,7 +318,7 @@ def _vllm(config: Config, run: pathlib.Path, listen: list[str], one_machine: boo
     f'--environment={vllm.environment}',
     f'--dtype={"float32" if dtype == AUTO else dtype}',
     f'--max_model_len={config.rollout.max_length}',
-    f'--transfer={vllm.transfer}',
+    f'--transfer={"files" if vllm.reads_files else vllm.transfer}',
     f'--cpu_cache_gib={vllm.cpu_cache_gib}',
     f'--logs={run / "logs" / "{host}-{pid}"}',
     *listen,

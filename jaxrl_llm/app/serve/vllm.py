@@ -28,10 +28,12 @@ from jaxrl_llm.app.serve.listening import (
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
+from jaxrl_llm.core.net.connections import read_key
 from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.front import Front
 from jaxrl_llm.core.net.registry import Kind, Registry, service_name
 from jaxrl_llm.rollout.vllm.discovery import fingerprint
+from jaxrl_llm.rollout.vllm.pull.store import Store
 from jaxrl_llm.rollout.vllm.server import (
   WORKER,
   WORKER_MODULE,
@@ -141,6 +143,20 @@ _ROOT = flags.DEFINE_string(
   'With --host: directory that must contain all weights that servers load.',
   flag_values=FLAGS,
 )
+_PULL_ROOT = flags.DEFINE_string(
+  'pull_root',
+  None,
+  'With --host: directory in memory for weights that this host fetches '
+  '(rollout.vllm.transfer=pull); default: one of this user in /dev/shm.',
+  flag_values=FLAGS,
+)
+_CA_FILE = flags.DEFINE_string(
+  'ca_file',
+  None,
+  'CA certificates with which this host verifies those from which it fetches weights; default: the '
+  "system's.",
+  flag_values=FLAGS,
+)
 _WORKER = flags.DEFINE_string(
   'worker_file',
   None,
@@ -175,19 +191,35 @@ registered within the context.
 """
 
 
-async def serve(servers: list[OwnedServer], fronts: list[FrontConfig | None], lend: Lend) -> None:
-  """Serves until SIGINT or SIGTERM. Raises RunError if a server keeps failing."""
+async def serve(
+  servers: list[OwnedServer],
+  fronts: list[FrontConfig | None],
+  lend: Lend,
+  store: Store | None = None,
+) -> None:
+  """Serves until SIGINT or SIGTERM. Raises RunError if a server keeps failing.
+
+  Args:
+    store: store of weights that this host fetches; None if there are no fronts.
+  """
   stop = asyncio.Event()
   for number in (signal.SIGINT, signal.SIGTERM):
     asyncio.get_running_loop().add_signal_handler(number, stop.set)
   addresses: list[str] = []
   async with contextlib.AsyncExitStack() as stack:
+    if store is not None:
+      stack.push_async_callback(store.close)
     for server in servers:
       stack.push_async_callback(server.close)
     for server, config in zip(servers, fronts, strict=True):
       # Start the front before the server, so that a port in use is reported at once.
       front = config and await stack.enter_async_context(
-        Front(config, upstream=server.address, publish_root=_ROOT.value)
+        Front(
+          config,
+          upstream=server.address,
+          publish_roots=() if _ROOT.value is None else (_ROOT.value, str(store.root)),
+          handlers=store.handlers,
+        )
       )
       addresses.append(front.address if front else server.address)
     for server in servers:
@@ -296,14 +328,20 @@ def _run(options: Sequence[str]) -> int:
     raise UserError(
       f'{logs}: --logs cannot be created ({error.strerror}); name another directory'
     ) from None
+  store = _store(registry)
   servers = [
-    OwnedServer(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log')
+    OwnedServer(
+      command,
+      name=f'vllm-{i}',
+      log=logs / f'vllm-{i}.log',
+      remove=() if store is None else (store.directory,),
+    )
     for i, command in enumerate(commands)
   ]
   for server in servers:
     print(f'{server.name}: {server.line}', flush=True)
   try:
-    asyncio.run(serve(servers, fronts, functools.partial(_lend, registry, digests)))
+    asyncio.run(serve(servers, fronts, functools.partial(_lend, registry, digests), store))
   except BaseExceptionGroup as group:
     raise first_cause(group) from None
   return 0
@@ -326,6 +364,17 @@ def _lend(
   # Create a new lease each time, because a restarted server counts as a new server.
   name = f'{FLAGS.name}-{i}' if FLAGS.name else service_name(f'{kind}-{i}')
   return registering(registry, lease_of(kind, address, name, digests))
+
+
+def _store(registry: Registry | None) -> Store | None:
+  """Creates the store of weights that this host fetches; returns None if there are no fronts."""
+  if not _HOST.value:
+    return None
+  root = _PULL_ROOT.value or f'/dev/shm/jaxrl_llm-pulled-{os.getuid()}'
+  key = read_key(token_of(_TOKEN.value, registry), '--token_file')
+  return Store(
+    pathlib.Path(root).absolute(), key=key, ca_file=_CA_FILE.value, allow_plaintext=_PLAIN.value
+  )
 
 
 def front_config(i: int, registry: Registry | None) -> FrontConfig | None:

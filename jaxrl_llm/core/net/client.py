@@ -1,8 +1,9 @@
 """HTTP client of one address, and the error classes of all clients.
 
-Invariant: a response is yielded only if its status is 200; any other outcome raises an error of
-this module. Redirects are not followed, because the service that they lead to must not get the
-token. In this package, only this module and the front's proxy open HTTP connections themselves.
+Invariant: a response is yielded only if its status is 200, or 206 if a range was requested. Any
+other outcome raises an error of this module. Redirects are not followed, because the service that
+they lead to must not get the token. In this package, only this module and the front's proxy open
+HTTP connections themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
+from aiohttp import hdrs
 
 from jaxrl_llm.core.net.connections import certificates, check_address
 from jaxrl_llm.core.types import Json
@@ -60,7 +62,7 @@ class Malformed(Lost):
 
 
 class Refused(RemoteError):
-  """The service works but rejects the request: the status is below 500, but not 200."""
+  """The service works but rejects the request: the status is below 500, but not that of success."""
 
 
 class Response:
@@ -142,7 +144,7 @@ class Client:
       Lost: the client is closed, the connection fails or breaks, a time limit passes, or the status
         is 5xx.
       Malformed: the response is not valid HTTP, or a body that is read as a whole is too large.
-      Refused: the status is below 500, but not 200.
+      Refused: the status is below 500, but not that of success.
     """
     timeout = aiohttp.ClientTimeout(
       total=deadline_s, sock_connect=min(deadline_s or _CONNECT_S, _CONNECT_S), sock_read=silence_s
@@ -153,7 +155,7 @@ class Client:
     try:
       async with session.request(method, self._url(path), timeout=timeout, **options) as received:
         response = Response(received.content, label, self._max_bytes)
-        if received.status != 200:
+        if received.status != (206 if headers and hdrs.RANGE in headers else 200):
           raise _status_error(received, await response.read(), label)
         yield response
     except TimeoutError:  # Caught before its base class OSError.

@@ -85,7 +85,7 @@ class Front:
     *,
     upstream: str,
     upstream_token: str | None = None,
-    publish_root: str | None = None,
+    publish_roots: Sequence[str] = (),
     routes: Sequence[tuple[str, str]] = ROUTES,
     handlers: Mapping[tuple[str, str], Handler] | None = None,
   ):
@@ -94,8 +94,8 @@ class Front:
       upstream: `unix:/path/to.sock`, or `http://127.0.0.1:PORT`.
       upstream_token: bearer token for the upstream; if None, no token is sent. The front's own
         token is never sent upstream.
-      publish_root: directory that must contain every directory named in a weight update or an
-        adapter load; if None, these directories may be anywhere.
+      publish_roots: directories, one of which must contain every directory named in a weight
+        update or an adapter load; if empty, these directories may be anywhere.
       routes: (method, path) pairs of the requests that the front passes on.
       handlers: handlers of requests that the front answers itself, keyed by (method, path).
 
@@ -108,7 +108,7 @@ class Front:
         'front: upstream_token has characters that HTTP headers cannot have; wanted visible ASCII'
       )
     self._upstream_token = upstream_token
-    self._publish_root = None if publish_root is None else os.path.realpath(publish_root)
+    self._publish_roots = tuple(os.path.realpath(root) for root in publish_roots)
     self._session: aiohttp.ClientSession | None = None
     self._handlers = dict(handlers or {})
     self._endpoint = Endpoint(config, routes=(*routes, *self._handlers), handle=self._handle)
@@ -204,7 +204,7 @@ class Front:
     is a stream of the body.
     """
     limits = {RPC_PATH: MAX_RPC_BODY}
-    if self._publish_root is not None:
+    if self._publish_roots:
       limits |= {UPDATE_PATH: MAX_UPDATE_BODY, ADAPTER_PATH: MAX_UPDATE_BODY}
     upload = await begin_upload(request, limits.get(path, MAX_BODY))
     if path not in limits:
@@ -213,7 +213,7 @@ class Front:
     if path == RPC_PATH:
       return _checked_rpc(content)
     check = _checked_update if path == UPDATE_PATH else _checked_adapter
-    return await asyncio.to_thread(check, content, self._publish_root)
+    return await asyncio.to_thread(check, content, self._publish_roots)
 
   def _headers(self, request: web.BaseRequest, body: bytes | Upload | None) -> dict[str, str]:
     """Returns the headers to send upstream. The client's headers are dropped, except for the
@@ -268,10 +268,11 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
   return json.dumps(body).encode()
 
 
-def _checked_update(body: dict[str, Any], root: str) -> bytes:
+def _checked_update(body: dict[str, Any], roots: Sequence[str]) -> bytes:
   """Checks the body of a weight update. Returns it re-encoded, with resolved paths of directories.
 
-  Raises Refusal if the body is malformed, or names a directory or file that is not below `root`.
+  Raises Refusal if the body is malformed, or names a directory or file that is not below one of
+  `roots`.
   """
   info = body.get('update_info')
   if (
@@ -293,17 +294,17 @@ def _checked_update(body: dict[str, Any], root: str) -> bytes:
       400,
       'wanted deltas as a list of {"before": …, "label": …, "directory": …, "files": …}',
     )
-  checked = {**info, 'directory': _checked_directory(info, root)}
+  checked = {**info, 'directory': _checked_directory(info, roots)}
   if deltas:
     checked['deltas'] = [
-      {**delta, 'directory': _checked_directory(delta, root)} for delta in deltas
+      {**delta, 'directory': _checked_directory(delta, roots)} for delta in deltas
     ]
   return json.dumps({'update_info': checked}).encode()
 
 
-def _checked_directory(info: dict[str, Any], root: str) -> str:
+def _checked_directory(info: dict[str, Any], roots: Sequence[str]) -> str:
   """Returns the resolved path of the directory of published files that `info` names. Raises Refusal
-  if `info` is malformed, or if the directory or one of its named files is not below `root`.
+  if `info` is malformed, or if the directory or one of its named files is not below one of `roots`.
   """
   directory, files = info.get('directory'), info.get('files', {})
   if not isinstance(directory, str) or not isinstance(files, dict):
@@ -314,7 +315,7 @@ def _checked_directory(info: dict[str, Any], root: str) -> str:
       os.path.basename(file) == file not in ('', '.', '..') for file in files
     )
     inside = all(
-      _is_below(root, path)
+      _is_below(roots, path)
       for path in (resolved, *(os.path.join(resolved, file) for file in files))
     )
   except ValueError:
@@ -326,10 +327,11 @@ def _checked_directory(info: dict[str, Any], root: str) -> str:
   return resolved
 
 
-def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
+def _checked_adapter(body: dict[str, Any], roots: Sequence[str]) -> bytes:
   """Checks the body of an adapter load. Returns it re-encoded, with the directory's resolved path.
 
-  Raises Refusal if the body is malformed, or if the directory or a file in it is not below `root`.
+  Raises Refusal if the body is malformed, or if the directory or a file in it is not below one of
+  `roots`.
   """
   path = body.get('lora_path')
   if set(body) != {'lora_name', 'lora_path', 'load_inplace'} or not isinstance(path, str):
@@ -338,9 +340,9 @@ def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
     )
   try:
     resolved = os.path.realpath(path)
-    inside = os.path.isabs(path) and os.path.isdir(resolved) and _is_below(root, resolved)
+    inside = os.path.isabs(path) and os.path.isdir(resolved) and _is_below(roots, resolved)
     inside = inside and all(
-      _is_below(root, os.path.join(resolved, file)) for file in os.listdir(resolved)
+      _is_below(roots, os.path.join(resolved, file)) for file in os.listdir(resolved)
     )
   except (ValueError, OSError):
     inside = False
@@ -351,6 +353,6 @@ def _checked_adapter(body: dict[str, Any], root: str) -> bytes:
   return json.dumps({**body, 'lora_path': resolved}).encode()
 
 
-def _is_below(root: str, path: str) -> bool:
+def _is_below(roots: Sequence[str], path: str) -> bool:
   path = os.path.realpath(path)
-  return path != root and os.path.commonpath([root, path]) == root
+  return any(path != root and os.path.commonpath([root, path]) == root for root in roots)

@@ -33,10 +33,11 @@ from jaxrl_llm.rollout.vllm.answer import Begun
 from jaxrl_llm.rollout.vllm.discovery import Discovery
 from jaxrl_llm.rollout.vllm.dispatch import Dispatcher
 from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
-from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Requirements, Unproven, slice_of
+from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Requirements, Unproven
 from jaxrl_llm.rollout.vllm.selftest import sampling_fault
 from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.vllm.stream import Answer, Broken
+from jaxrl_llm.rollout.vllm.transfer import slice_of
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.tables import entries
 
@@ -409,7 +410,10 @@ class Fleet:
         checksums=any(replica.slices and not replica.on_cpu for replica in self.replicas),
       )
       self._seconds['perf/publish_write_s'] = loop.time() - began
-      before, self._current = self._current, _Current(publication, weights.probe)
+      current = _Current(publication, weights.probe)
+      # Until all hosts have the files, the servers sample with the version before.
+      failures = await self._prepare_all(current)
+      before, self._current = self._current, current
       if self._released is not None:
         self._earlier, self._version = None, publication.version
         await asyncio.to_thread(self._folder.keep_only, publication)
@@ -417,9 +421,8 @@ class Fleet:
         self._measure_publication(publication)
         return
       live = [replica for replica in self.replicas if replica.state == ReplicaState.SERVING]
-      refusals = [
-        r for r in await asyncio.gather(*(self._take(replica) for replica in live)) if r is not None
-      ]
+      answers = await asyncio.gather(*(self._take(r, failures.get(r)) for r in live))
+      refusals = [answer for answer in answers if answer is not None]
       held = [replica for replica in live if replica.state == ReplicaState.UPDATING]
       if refusals and not self._is_served(publication.version):
         self._current = before
@@ -475,14 +478,33 @@ class Fleet:
       self._names[self._current.publication.version] = version
       self._version = version
 
-  async def _take(self, replica: Replica) -> str | None:
+  async def _prepare_all(self, current: _Current) -> dict[Replica, RemoteError]:
+    """Brings a version close to all servers. Returns the errors of those where this failed."""
+    live = [replica for replica in self.replicas if replica.state == ReplicaState.SERVING]
+    failures = {}
+
+    async def prepare(replica: Replica) -> None:
+      try:
+        await self._prepare(replica, current)
+      except RemoteError as error:
+        failures[replica] = error
+
+    await asyncio.gather(*map(prepare, live))
+    return failures
+
+  async def _take(self, replica: Replica, failure: RemoteError | None) -> str | None:
     """Updates a serving replica to the current version. If the server refuses the version, returns
     the reason and leaves the replica in the state UPDATING. Otherwise returns None.
+
+    Args:
+      failure: error of `_prepare_all`; None if there was none.
     """
     if replica.state == ReplicaState.GONE:  # The server has just left.
       return None
     replica.state = ReplicaState.UPDATING
     try:
+      if failure is not None:
+        raise failure
       await self._transact(replica, self._current)
     except Refused as error:
       return str(error)
@@ -516,7 +538,17 @@ class Fleet:
         'engine %s: speculative decoding: %s', replica.name, replica.sampling_fault or 'passes'
       )
 
+  async def _prepare(self, replica: Replica, current: _Current) -> None:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    deadline_s = self._config.transfer_deadline_s
+    await replica.prepare(current.publication, deadline_s=deadline_s)
+    if self._config.transfer == 'pull':
+      key, seconds = 'perf/publish_transfer_s', loop.time() - began
+      self._seconds[key] = max(seconds, self._seconds.get(key, 0.0))
+
   async def _send(self, replica: Replica, current: _Current) -> None:
+    await self._prepare(replica, current)  # Done already, unless the server has been away.
     await replica.take(
       current.publication,
       current.probe,

@@ -31,6 +31,7 @@ from jaxrl_llm.core.trees import unflatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.lora import is_adapter
 from jaxrl_llm.models.spec import LoraConfig, ModelSpec
+from jaxrl_llm.rollout.vllm.pull.bundle import atom_slices
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.deltas import Image, apply
 from jaxrl_llm.weights.layout import dtype_of, hf_parts
@@ -195,6 +196,7 @@ class PublicationFolder:
     dtype: str,
     private: bool = True,
     full_every: int = 1,
+    atoms: bool = False,
   ):
     """
     Args:
@@ -207,6 +209,8 @@ class PublicationFolder:
       full_every: interval in versions at which whole weights are published. Each version in between
         is published as a delta if the delta is smaller than the whole weights. If the interval is
         above 1, a copy of the newest version stays in the memory of this process.
+      atoms: whether to compute the digests of the parts of large tensors that hosts fetch
+        separately (`pull.bundle.atom_slices`).
     """
     self.root, self._dtype = Path(root), dtype
     self._spec, self._full_every = spec, full_every
@@ -218,6 +222,13 @@ class PublicationFolder:
     this class.
     """
     self._layout = FileLayout({entry.hf: entry.shape for entry in entries(spec)}, dtype)
+    itemsize = dtype_of(dtype).itemsize
+    self._atoms: dict[str, tuple[Slice, ...]] = {}
+    """Slices whose digests are computed in addition to those that servers hold, keyed by tensor
+    name.
+    """
+    if atoms:
+      self._atoms = {entry.hf: atom_slices(entry.shape, itemsize) for entry in entries(spec)}
     with writing(self.root):
       if self.root.exists():
         shutil.rmtree(self.root)
@@ -259,7 +270,11 @@ class PublicationFolder:
   def _writer(
     self, slices: Mapping[str, Collection[Slice]] | None, checksums: bool
   ) -> TensorWriter:
-    return TensorWriter(self._dtype, slices, checksums=checksums)
+    wanted = {
+      name: {*(slices or {}).get(name, ()), *self._atoms.get(name, ())}
+      for name in self._layout.offsets
+    }
+    return TensorWriter(self._dtype, wanted, checksums=checksums)
 
   def _write(self, writer: TensorWriter, leaves: Iterable[tuple[str, np.ndarray]]) -> _Proof:
     """Writes the tensors, and returns their digests and checksums. The digests are in the order of
@@ -442,9 +457,16 @@ class AdapterFolder(PublicationFolder):
   """
 
   def __init__(
-    self, root: str | Path, spec: ModelSpec, *, lora: LoraConfig, dtype: str, private: bool = True
+    self,
+    root: str | Path,
+    spec: ModelSpec,
+    *,
+    lora: LoraConfig,
+    dtype: str,
+    private: bool = True,
+    atoms: bool = False,
   ):
-    super().__init__(root, spec, dtype=dtype, private=private)
+    super().__init__(root, spec, dtype=dtype, private=private, atoms=atoms)
     self._lora, self._base = lora, None
 
   def write(

@@ -31,7 +31,12 @@ from jaxrl_llm.rollout.vllm.api import (
 from jaxrl_llm.rollout.vllm.publication import Publication, digest, part, read_published
 from jaxrl_llm.rollout.vllm.server import SPECULATION, lora_rank
 from jaxrl_llm.rollout.vllm.stream import Arrivals
-from jaxrl_llm.rollout.vllm.transfer import FileTransfer, Transfer
+from jaxrl_llm.rollout.vllm.transfer import (
+  FileTransfer,
+  PreparingTransfer,
+  Transfer,
+  slice_of,
+)
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.checksums import checksums as tensor_checksums
 
@@ -269,16 +274,35 @@ class Replica:
         'the run'
       )
 
+  async def prepare(self, publication: Publication, *, deadline_s: float) -> None:
+    """Brings a published version close to the server, which still samples with its version.
+
+    Raises:
+      Refused, Lost: the version cannot be transferred to the server.
+    """
+    if not isinstance(self.transfer, PreparingTransfer):
+      return
+    for missing in self._missing_parts(publication):
+      await self.transfer.prepare(self.client, missing, deadline_s=deadline_s)
+
+  def _missing_parts(self, publication: Publication) -> list[Publication]:
+    """Returns what the server needs in order to load a version. The base weights of adapters are
+    sent once, but the publication itself is always sent.
+    """
+    base = publication.base
+    before = [base] if base is not None and base.label != self.holds else []
+    return [each.since(self.holds) for each in (*before, publication)]
+
   async def take(
     self, publication: Publication, probe: Probe | None, *, tolerance: float, deadline_s: float
   ) -> None:
     """Updates the server to a published version.
 
-    Steps: pause the server, verify the files, write the weights, compare the digests or checksums
-    of the loaded weights, label the version, clear the cache (unless running requests keep it),
-    resume, and check the probe. On CPUs, an adapter is probed only after the requests in flight
-    have ended (each has a deadline), because vLLM 0.32's adapter kernel for CPUs crashed when it
-    batched prompt logprobs with other requests.
+    `prepare` must have been called. Steps: pause the server, verify the files, write the weights,
+    compare the digests or checksums of the loaded weights, label the version, clear the cache
+    (unless running requests keep it), resume, and check the probe. On CPUs, an adapter is probed
+    only after the requests in flight have ended (each has a deadline), because vLLM 0.32's adapter
+    kernel for CPUs crashed when it batched prompt logprobs with other requests.
 
     Raises:
       Refused: the files differ from the announced digests, or do not fit the model. Nothing was
@@ -318,10 +342,8 @@ class Replica:
         await self.client.pause_with_cache()
       else:
         await self.client.pause()
-      for part in (publication.base, publication):
-        # The base weights of adapters are sent once, but the publication itself is always sent.
-        if part is publication or (part is not None and part.label != self.holds):
-          await self.transfer.send(self.client, part.since(self.holds), deadline_s=deadline_s)
+      for missing in self._missing_parts(publication):
+        await self.transfer.send(self.client, missing, deadline_s=deadline_s)
     except Refused as error:
       # Each worker reads the files independently. While one refuses them, another may already have
       # written weights.
@@ -494,16 +516,6 @@ def _check_model(where: str, tensors: Mapping[str, Any], wanted: Requirements) -
         f'{where}: {name} is {tensors[name]["dtype"]}, published as {wanted.dtype}; start it with '
         f'--dtype={wanted.dtype}, or set rollout.vllm.dtype'
       )
-
-
-def slice_of(tensor: Mapping[str, Any]) -> Slice | None:
-  """Returns a worker's slice of a whole tensor, or None if the worker has the whole tensor.
-  `tensor` is the worker's description of its part.
-  """
-  if tensor['slice'] is None:
-    return None
-  axis, start = tensor['slice']
-  return Slice(axis, start, tensor['shape'][axis])
 
 
 def _expected(

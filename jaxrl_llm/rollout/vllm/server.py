@@ -26,6 +26,7 @@ from absl import logging
 
 from jaxrl_llm.core.disk import scratch
 from jaxrl_llm.core.errors import RunError, UserError, one_line
+from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.process import job
 from jaxrl_llm.core.process.child import Child
 from jaxrl_llm.rollout.api import Sampling
@@ -118,10 +119,16 @@ class VllmConfig:
   number are not streamed. If None, no answers are streamed, and the answers of a lost server are
   sampled again from the beginning.
   """
-  transfer: Literal['files', 'nccl', 'ipc'] = 'files'
+  transfer: Literal['files', 'pull', 'nccl', 'ipc'] = 'files'
   """How published weights reach the servers. With 'files', the servers read the published files.
-  With 'nccl' or 'ipc', a sender process on the trainer's host reads the files and sends the weights
-  over NCCL or CUDA IPC. 'ipc' requires owned servers with one GPU each.
+  With 'pull', the hosts of attached servers fetch the files over HTTP from the trainer and from
+  each other, while the servers still sample. With 'nccl' or 'ipc', a sender process on the
+  trainer's host reads the files and sends the weights over NCCL or CUDA IPC. 'ipc' requires owned
+  servers with one GPU each.
+  """
+  source: FrontConfig = FrontConfig()
+  """Address at which serving hosts fetch published weights from the trainer if `transfer` is
+  'pull'. If `source.token_file` is None, the token is that of `key_file`, or the registry's key.
   """
   lora: Literal['merged', 'adapter'] = 'merged'
   """Form in which a LoRA policy is published. With 'merged', each version is published as whole
@@ -146,12 +153,13 @@ class VllmConfig:
   publish_dir: str | None = None
   """Directory of published weights. If None, shared memory of this host is used. If servers on
   other hosts read the published files (transfer='files'), the directory must be set and be on a
-  shared file system.
+  shared file system. With transfer='pull', no shared file system is needed.
   """
   full_every: int = 1
   """Interval in versions at which whole weights are published. Each version in between is published
   as a delta (the elements whose bits changed) if the delta is smaller than the whole weights. With
-  1, every version is published as whole weights. Deltas require transfer='files' and lora='merged'.
+  1, every version is published as whole weights. Deltas require lora='merged', and 'files' or
+  'pull' as `transfer`.
   """
   transfer_deadline_s: float = 600.0
   """Maximum seconds for a server to load a version."""
@@ -203,13 +211,18 @@ class VllmConfig:
         f'rollout.vllm.{"addresses" if self.addresses else "discover"} names '
         'attached servers; set it to nccl or files'
       )
-    if self.lora == 'adapter' and self.transfer != 'files':
+    if self.transfer == 'pull' and not self.attached:
+      raise UserError(
+        "rollout.vllm.transfer: 'pull' is for servers on other hosts, but neither "
+        'rollout.vllm.addresses nor rollout.vllm.discover names attached servers; set it to files'
+      )
+    if self.lora == 'adapter' and not self.reads_files:
       raise UserError(
         "rollout.vllm.lora: vLLM reads an 'adapter' from files, but rollout.vllm.transfer is "
-        f'{self.transfer!r}; set transfer to files, or lora to merged'
+        f'{self.transfer!r}; set transfer to files or pull, or lora to merged'
       )
-    if self.full_every > 1 and (self.transfer != 'files' or self.lora == 'adapter'):
-      other = f'transfer={self.transfer}' if self.transfer != 'files' else 'lora=adapter'
+    if self.full_every > 1 and (not self.reads_files or self.lora == 'adapter'):
+      other = 'lora=adapter' if self.reads_files else f'transfer={self.transfer}'
       raise UserError(
         f'rollout.vllm.full_every: {self.full_every}, wanted 1: no deltas are published with '
         f'rollout.vllm.{other}'
@@ -236,13 +249,18 @@ class VllmConfig:
         f'rollout.vllm.addresses: {elsewhere} reads published weights as files, which by default '
         "lie in this host's shared memory; name a directory that both hosts see in "
         'rollout.vllm.publish_dir (/dev/shm if the server is on this host), or set '
-        'rollout.vllm.transfer=nccl'
+        'rollout.vllm.transfer=pull or nccl'
       )
 
   @property
   def attached(self) -> bool:
     """Whether the servers are attached, that is, started and stopped by others."""
     return bool(self.addresses) or self.discover is not None
+
+  @property
+  def reads_files(self) -> bool:
+    """Whether the servers' workers read weights from files, and not from a sender process."""
+    return self.transfer in ('files', 'pull')
 
   @property
   def speculative(self) -> bool:
@@ -315,7 +333,7 @@ def check_transfer(config: VllmConfig) -> pathlib.Path:
   not support `config.transfer`.
   """
   python = check_environment(config.environment)
-  if config.transfer != 'files' and runs_on_cpu(python):
+  if not config.reads_files and runs_on_cpu(python):
     raise UserError(
       f'rollout.vllm.transfer: {config.transfer!r} moves weights between GPUs, and '
       f'{config.environment} has a CPU build of vLLM; set it to files, or name an environment with '
@@ -451,7 +469,7 @@ def server_commands(
     'logprobs_mode': 'processed_logprobs',
     'enable_scale_out': True,
     'worker_extension_cls': worker_class,
-    'weight_transfer_config': {'backend': config.transfer},
+    'weight_transfer_config': {'backend': 'files' if config.reads_files else config.transfer},
   }
   if not (model / 'tokenizer.json').exists():
     args['skip_tokenizer_init'] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 import secrets
@@ -18,6 +19,7 @@ from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.discovery import Discovery, fingerprint
 from jaxrl_llm.rollout.vllm.fleet import Fleet
 from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
+from jaxrl_llm.rollout.vllm.pull.source import PullTransfer, Source
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import OwnedServer, ServerCommand, VllmConfig, server_commands
 from jaxrl_llm.rollout.vllm.transfer import Transfer, build_transfer
@@ -49,6 +51,8 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
         'env',
         'devices',
         'publish_dir',
+        'transfer',
+        'source',
         'full_every',
         'max_in_flight',
         'stream',
@@ -70,8 +74,9 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
 def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   published = publish_directory(config, setting.workdir)
   discovery = None
+  source = _source(config, setting) if config.transfer == 'pull' else None
   if config.discover is not None:
-    replicas, discovery = [], _discovery(config, setting)
+    replicas, discovery = [], _discovery(config, setting, source)
   elif config.addresses:
     key = read_key(config.key_file, 'rollout.vllm.key_file')
     replicas = [
@@ -79,7 +84,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
         f'vllm-{i}',
         client=VllmClient(address, key=key, ca_file=config.ca_file, name=f'vllm-{i}'),
         server=None,
-        transfer=_transfer(config, setting, i),
+        transfer=_transfer(config, setting, i, source),
         keeps_cache=config.kv == 'keep',
       )
       for i, address in enumerate(config.addresses)
@@ -89,7 +94,11 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   _write_model(config, setting)
   # In a configured directory, the folder must be readable by servers of other users. In shared
   # memory, only servers of this user read it, so it is private.
-  layout = dict(dtype=_dtype(config, setting), private=config.publish_dir is None)
+  layout = dict(
+    dtype=_dtype(config, setting),
+    private=config.publish_dir is None,
+    atoms=source is not None,
+  )
   if _adapter_rank(config, setting):
     folder = AdapterFolder(published, setting.spec, lora=setting.lora, **layout)
   else:
@@ -109,7 +118,22 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   )
 
 
-def _discovery(config: VllmConfig, setting: EngineSetting) -> Discovery:
+def _source(config: VllmConfig, setting: EngineSetting) -> Source:
+  """Returns the server from which serving hosts fetch weights. It requires the token that the
+  servers require of the trainer.
+  """
+  token_file = config.source.token_file or config.key_file
+  if token_file is None and setting.registry is not None:
+    token_file = str(setting.registry.key_file)
+  if token_file is None:
+    raise UserError(
+      "rollout.vllm.transfer: 'pull' needs the token that the servers require; name its file in "
+      'rollout.vllm.key_file'
+    )
+  return Source(dataclasses.replace(config.source, token_file=token_file))
+
+
+def _discovery(config: VllmConfig, setting: EngineSetting, source: Source | None) -> Discovery:
   if (registry := setting.registry) is None:
     raise UserError(
       'rollout.vllm.discover: the run has no registry; set --config.registry={}, or '
@@ -119,7 +143,7 @@ def _discovery(config: VllmConfig, setting: EngineSetting) -> Discovery:
 
   def build(name: str, address: str, number: int) -> Replica:
     client = VllmClient(address, key=key, ca_file=config.ca_file, name=name)
-    transfer = _transfer(config, setting, number)
+    transfer = _transfer(config, setting, number, source)
     keeps_cache = config.kv == 'keep'
     return Replica(name, client=client, server=None, transfer=transfer, keeps_cache=keeps_cache)
 
@@ -232,7 +256,11 @@ def _owned(config: VllmConfig, setting: EngineSetting, published: pathlib.Path) 
   ]
 
 
-def _transfer(config: VllmConfig, setting: EngineSetting, i: int) -> Transfer:
+def _transfer(
+  config: VllmConfig, setting: EngineSetting, i: int, source: Source | None = None
+) -> Transfer:
+  if source is not None:
+    return PullTransfer(source)
   return build_transfer(config, i, log=setting.workdir.absolute() / 'logs' / f'vllm-{i}-sender.log')
 
 

@@ -29,6 +29,7 @@ from jaxrl_llm.rollout.vllm.api import EngineServer
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import Publication
 from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, VllmConfig, check_transfer
+from jaxrl_llm.weights.checksums import Slice
 
 SENDER = pathlib.Path(__file__).with_name('sender.py')
 _REFUSALS = (
@@ -82,6 +83,30 @@ class Transfer(Protocol[_Server]):
   async def close(self) -> None: ...
 
 
+@runtime_checkable
+class PreparingTransfer(Transfer[_Server], Protocol[_Server]):
+  """Transfer whose longest part does not need the server to pause."""
+
+  async def prepare(self, client: _Server, publication: Publication, *, deadline_s: float) -> None:
+    """Brings a publication close to the server, which still samples. Called before `send`, and
+    possibly several times.
+
+    Raises:
+      Refused, Lost: the publication cannot be transferred; the message has the reason.
+    """
+    ...
+
+
+def slice_of(tensor: Mapping[str, Any]) -> Slice | None:
+  """Returns a worker's slice of a whole tensor, or None if the worker has the whole tensor.
+  `tensor` is the worker's description of its part.
+  """
+  if tensor['slice'] is None:
+    return None
+  axis, start = tensor['slice']
+  return Slice(axis, start, tensor['shape'][axis])
+
+
 class FileTransfer:
   """File transfer: the server's workers read the published files themselves
   (`rollout.vllm.worker`).
@@ -89,8 +114,18 @@ class FileTransfer:
 
   backend = 'files'
 
+  def __init__(self) -> None:
+    self._held: set[tuple[str, Slice]] = set()
+    """Tensor names and slices of the parts that the server's workers hold."""
+
   async def connect(self, client: VllmClient) -> None:
     await client.init_transfer({})
+    self._held = {
+      (name, cut)
+      for worker in await client.weights()
+      for name, tensor in worker['tensors'].items()
+      if (cut := slice_of(tensor)) is not None
+    }
 
   async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
     directory = str(publication.directory.absolute())
@@ -109,11 +144,12 @@ class FileTransfer:
       ]
     if publication.adapter is not None:
       info['adapter'] = publication.adapter
-    if publication.slices:  # With slices, each worker reads only its own part.
-      info['slices'] = {
-        name: [[*cut, value] for cut, value in cuts.items()]
-        for name, cuts in publication.slices.items()
-      }
+    slices: dict[str, list[list[Any]]] = {}
+    for name, cut in sorted(self._held):
+      if cut in (digests := publication.slices.get(name, {})):
+        slices.setdefault(name, []).append([*cut, digests[cut]])
+    if slices:  # With slices, each worker reads only its own part.
+      info['slices'] = slices
     await client.start_update()
     try:
       await client.update_weights(info, deadline_s=deadline_s)
@@ -329,7 +365,7 @@ async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: f
 
 
 def build_transfer(config: VllmConfig, index: int, *, log: pathlib.Path) -> Transfer:
-  """Builds the configured transfer of one server.
+  """Builds the configured transfer of one server, which must not be 'pull'.
 
   Args:
     index: index of the server.

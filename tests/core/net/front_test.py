@@ -555,7 +555,7 @@ def test_updates_name_directories_below_the_publish_root(tmp_path, published):
   outside = ['..', 'v1/../..', '../publish-other', 'out', 'out/x', '.', '../../../../etc', 'v1\0']
 
   async def main():
-    async with standing(tmp_path, publish_root=str(published)) as (_, upstream, session):
+    async with standing(tmp_path, publish_roots=[str(published)]) as (_, upstream, session):
       for name in ('v1', 'now', 'v1/../v1', 'v1/'):
         status, told = await update(session, {'directory': f'{published}/{name}', 'files': files})
         assert status == 200
@@ -612,7 +612,7 @@ def test_deltas_lie_below_the_publish_root(tmp_path, published):
   resolved = {**delta, 'directory': str(published / 'v1')}
 
   async def main():
-    async with standing(tmp_path, publish_root=str(published)) as (_, upstream, session):
+    async with standing(tmp_path, publish_roots=[str(published)]) as (_, upstream, session):
       status, told = await update(session, {**whole, 'slices': slices, 'deltas': [delta, delta]})
       assert status == 200
       assert json.loads(told['body'])['update_info'] == {
@@ -657,7 +657,7 @@ def test_adapters_lie_below_the_publish_root(tmp_path, published):
     }
 
   async def main():
-    async with standing(tmp_path, publish_root=str(published)) as (_, upstream, session):
+    async with standing(tmp_path, publish_roots=[str(published)]) as (_, upstream, session):
 
       async def load(body):
         async with session.post('/v1/load_lora_adapter', json=body, headers=GOOD) as response:

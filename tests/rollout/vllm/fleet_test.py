@@ -980,6 +980,7 @@ def test_a_server_that_samples_in_another_way(tmp_path, told, words):
     ({'args': {'pipeline_parallel_size': 2}}, 'pipeline_parallel_size is 2, wanted 1'),
     ({'args': {'pipeline-parallel-size': '4'}}, 'pipeline-parallel-size is 4, wanted 1'),
     ({'addresses': ('http://127.0.0.1:1', 'https://host-7:8400')}, 'https://host-7:8400 reads'),
+    ({'transfer': 'pull'}, "'pull' is for servers on other hosts"),
   ],
 )
 def test_setups_that_cannot_work_are_refused(config, words):
@@ -995,6 +996,8 @@ def test_setups_that_cannot_work_are_refused(config, words):
     {'addresses': ('https://localhost:8400', 'unix:/tmp/x', f'https://{socket.gethostname()}:1')},
     {'addresses': ('https://host-7:8400',), 'publish_dir': '/shared'},
     {'addresses': ('https://host-7:8400',), 'transfer': 'nccl'},
+    {'addresses': ('https://host-7:8400',), 'transfer': 'pull', 'full_every': 8},
+    {'discover': 2, 'transfer': 'pull', 'lora': 'adapter'},
   ],
 )
 def test_setups_that_can_work_are_not_refused(config):
@@ -1097,7 +1100,7 @@ def test_a_server_behind_a_front_wants_its_key(tmp_path, right):
       front = Front(
         FrontConfig(token_file=str(tmp_path / 'token')),
         upstream=made[0].address,
-        publish_root=str(tmp_path / 'published'),
+        publish_roots=[str(tmp_path / 'published')],
       )
       async with front:
         key = read_key(str(tmp_path / ('token' if right else 'wrong')), 'key_file')

@@ -18,8 +18,8 @@ from jaxrl_llm.rollout.vllm.publication import (
   digest,
   read_published,
 )
-from jaxrl_llm.rollout.vllm.replica import Replica, Requirements, slice_of
-from jaxrl_llm.rollout.vllm.transfer import FileTransfer
+from jaxrl_llm.rollout.vllm.replica import Replica, Requirements
+from jaxrl_llm.rollout.vllm.transfer import FileTransfer, slice_of
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.tables import entries
 
@@ -195,10 +195,18 @@ def test_workers_are_told_the_digests_of_slices_if_there_are_any(tmp_path):
   leaves = [(entry.unrolled, np.ones(entry.shape, np.float32)) for entry in entries(spec)]
   folder = PublicationFolder(tmp_path / 'w', spec, dtype='float32')
   whole = folder.write(Version(0, 1), leaves)
-  cut = folder.write(Version(0, 2), leaves, slices={'model.norm.weight': {Slice(0, 8, 4)}})
+  cut = folder.write(
+    Version(0, 2), leaves, slices={'model.norm.weight': {Slice(0, 8, 4), Slice(0, 0, 8)}}
+  )
   infos = []
 
   class Client:
+    async def init_transfer(self, info): ...
+
+    async def weights(self):
+      held = {'shape': [4], 'dtype': 'float32', 'slice': [0, 8]}
+      return [{'tensors': {'model.norm.weight': held}}]
+
     async def start_update(self): ...
 
     async def update_weights(self, info, *, deadline_s):
@@ -206,8 +214,13 @@ def test_workers_are_told_the_digests_of_slices_if_there_are_any(tmp_path):
 
     async def finish_update(self): ...
 
+  async def send(publication):
+    transfer = FileTransfer()
+    await transfer.connect(Client())
+    await transfer.send(Client(), publication, deadline_s=60)
+
   for publication in (whole, cut):
-    asyncio.run(FileTransfer().send(Client(), publication, deadline_s=60))
+    asyncio.run(send(publication))
   wanted = digest(np.ones(4, np.float32))
   assert 'slices' not in infos[0]
   assert infos[1]['slices'] == {'model.norm.weight': [[0, 8, 4, wanted]]}

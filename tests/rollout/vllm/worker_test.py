@@ -17,7 +17,7 @@ import safetensors.numpy
 from paths import ROOT
 
 from jaxrl_llm.rollout.vllm import publication
-from jaxrl_llm.rollout.vllm.replica import slice_of
+from jaxrl_llm.rollout.vllm.transfer import slice_of
 from jaxrl_llm.weights import checksums
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.deltas import Image

@@ -1,0 +1,289 @@
+"""Trainer's side of pulled weights: serves published files to serving hosts, and orders each host
+to fetch them while its servers still sample.
+
+Invariant: only files of described publications are served, and only with the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import pathlib
+import threading
+import time
+from collections.abc import Collection
+
+from aiohttp import web
+
+from jaxrl_llm.core.net.client import Lost, RemoteError
+from jaxrl_llm.core.net.endpoint import Endpoint, FrontConfig
+from jaxrl_llm.core.net.registry import public_address
+from jaxrl_llm.core.net.server import Refusal
+from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.publication import MANIFEST, Publication
+from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, describe
+from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, Order
+from jaxrl_llm.rollout.vllm.pull.ranges import (
+  WEIGHTS_PATH,
+  read_range,
+  send_nothing,
+  send_range,
+)
+from jaxrl_llm.rollout.vllm.transfer import FileTransfer
+
+_START_S = 30.0
+"""Deadline for the thread to listen, and to end."""
+
+
+@dataclasses.dataclass
+class _Host:
+  """A serving host, as its servers share memory."""
+
+  clients: list[VllmClient] = dataclasses.field(default_factory=list)
+  """Clients of its servers. The first one whose server answers gives the host its orders."""
+  pulled: dict[str, str] = dataclasses.field(default_factory=dict)
+  """Directories of bundles on the host, keyed by the bundle's id."""
+  pulling: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+
+
+class Source:
+  """Serves published files from a thread, and orders serving hosts to fetch them."""
+
+  def __init__(self, config: FrontConfig):
+    """
+    Args:
+      config: where to listen. The token is that of the servers' fronts.
+    """
+    self._config = config
+    self._hosts: dict[str, _Host] = {}
+    self._described: dict[pathlib.Path, tuple[tuple[int, int], Bundle]] = {}
+    """Inode and modification time of each published directory, and its description."""
+    self._served: dict[str, tuple[pathlib.Path, Bundle]] = {}
+    """Directory and description of each bundle, keyed by its id."""
+    self._describing = threading.Lock()
+    self._opening = asyncio.Lock()
+    self._address: str | None = None
+    self._stop = lambda: None
+    self._thread: threading.Thread | None = None
+
+  async def join(self, host: str, client: VllmClient) -> None:
+    """Adds a server of a host. Starts listening if it is the first.
+
+    Raises:
+      UserError: the source cannot listen.
+    """
+    async with self._opening:
+      if self._address is None:
+        self._address = await self._listen()
+    members = self._hosts.setdefault(host, _Host()).clients
+    if client not in members:
+      members.append(client)
+
+  async def leave(self, client: VllmClient) -> None:
+    """Removes a server. Stops listening if it was the last."""
+    for name, host in list(self._hosts.items()):
+      if client in host.clients:
+        host.clients.remove(client)
+        if not host.clients:
+          del self._hosts[name]
+    async with self._opening:
+      if not self._hosts and self._address is not None:
+        self._address = None
+        self._stop()
+        # Wait 'source': bounded: the thread only closes its connections.
+        await asyncio.to_thread(self._thread.join, _START_S)
+
+  async def check(self, client: VllmClient, *, deadline_s: float) -> None:
+    """Raises Refused or Lost unless the server's host can fetch from this source."""
+    await client.call('POST', PULL_PATH, self._order((), 0, ()).to_json(), deadline_s=deadline_s)
+
+  async def pull(
+    self, name: str, publication: Publication, *, deadline_s: float
+  ) -> dict[pathlib.Path, str]:
+    """Has a host fetch the files of a publication.
+
+    Returns:
+      The host's directory for each directory of the publication.
+
+    Raises:
+      Refused, Lost: the host cannot fetch the files; the message has the reason.
+    """
+    bundles = await asyncio.to_thread(self._described_of, publication)
+    host = self._hosts[name]
+    async with host.pulling:  # Servers of one host need the same files.
+      missing = tuple(b for b in bundles.values() if b.id not in host.pulled)
+      if missing:
+        host.pulled |= await self._command(name, missing, deadline_s)
+      host.pulled = {key: path for key, path in host.pulled.items() if key in self._served}
+      return {directory: host.pulled[bundle.id] for directory, bundle in bundles.items()}
+
+  @property
+  def directories(self) -> Collection[pathlib.Path]:
+    """Published directories that hosts can fetch."""
+    return self._described.keys()
+
+  def forget(self, name: str) -> None:
+    """Discards what is known of a host's files, because a server could not read them."""
+    if name in self._hosts:
+      self._hosts[name].pulled.clear()
+
+  async def _command(
+    self, name: str, bundles: tuple[Bundle, ...], deadline_s: float
+  ) -> dict[str, str]:
+    names = sorted(self._hosts)
+    stores = tuple(self._hosts[each].clients[0].address for each in names)
+    error: RemoteError = Lost(f'host {name} has no server')
+    for client in list(self._hosts[name].clients):
+      order = self._order(bundles, names.index(name), stores)
+      try:
+        answer = await client.call('POST', PULL_PATH, order.to_json(), deadline_s=deadline_s)
+        directories = answer['directories']
+        return {bundle.id: str(directories[bundle.id]) for bundle in bundles}
+      except RemoteError as failure:
+        error = failure
+      except (TypeError, KeyError):
+        error = Lost(f'{client.name}: {PULL_PATH}: answered without the directories')
+    raise error
+
+  def _order(self, bundles: tuple[Bundle, ...], place: int, stores: tuple[str, ...]) -> Order:
+    assert self._address is not None, 'not listening'
+    return Order(
+      number=time.time_ns(),
+      bundles=bundles,
+      sources=(self._address,),
+      stores=stores,
+      place=place,
+      keep=frozenset(self._served),
+    )
+
+  def _described_of(self, publication: Publication) -> dict[pathlib.Path, Bundle]:
+    with self._describing:  # Several hosts may be about to get the same publication.
+      return self._describe(publication)
+
+  def _describe(self, publication: Publication) -> dict[pathlib.Path, Bundle]:
+    """Returns the bundle of each directory of a publication, and forgets directories that are no
+    longer published. Raises Lost if the publication itself was released.
+    """
+    parts = [(delta.directory, delta.files, {}) for delta in publication.deltas]
+    if publication.files:
+      parts.insert(0, (publication.directory, publication.files, publication.slices))
+    described = dict(self._described)
+    try:
+      for directory, files, slices in parts:
+        stamp = _stamp(directory)
+        if described.get(directory, (None,))[0] != stamp:
+          bundle = describe(directory, files, slices, without=MANIFEST)
+          described[directory] = stamp, bundle
+    except (OSError, ValueError) as error:
+      raise Lost(f'version {publication.version} is no longer published: {error}') from None
+    for directory in list(described):
+      try:
+        is_published = _stamp(directory) == described[directory][0]
+      except OSError:
+        is_published = False
+      if not is_published:
+        del described[directory]
+    self._described = described
+    self._served = {bundle.id: (folder, bundle) for folder, (_, bundle) in described.items()}
+    try:
+      return {directory: described[directory][1] for directory, _, _ in parts}
+    except KeyError:
+      raise Lost(f'version {publication.version} is no longer published') from None
+
+  async def _listen(self) -> str:
+    """Starts the thread, and returns the address at which serving hosts reach it."""
+    started: concurrent.futures.Future[str] = concurrent.futures.Future()
+    self._thread = threading.Thread(
+      target=lambda: asyncio.run(self._serve(started)), name='weights', daemon=True
+    )
+    self._thread.start()
+    return await asyncio.wait_for(asyncio.wrap_future(started), _START_S)
+
+  async def _serve(self, started: concurrent.futures.Future[str]) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    self._stop = lambda: loop.call_soon_threadsafe(stop.set)
+    try:
+      endpoint = Endpoint(self._config, routes=[('GET', WEIGHTS_PATH)], handle=self._send)
+      await endpoint.start()
+    except BaseException as error:
+      started.set_exception(error)
+      return
+    started.set_result(public_address(endpoint.address))
+    # Wait 'source': unbounded: it serves until the last server leaves.
+    await stop.wait()
+    await endpoint.close()
+
+  async def _send(self, request: web.BaseRequest) -> web.StreamResponse:
+    asked = read_range(request)
+    if asked is None:
+      return send_nothing()
+    served = self._served.get(asked.bundle)
+    if served is None or served[1].file(asked.file) is None:
+      raise Refusal(404, f'bundle {asked.bundle} is no longer published')
+    return await send_range(request, served[0] / asked.file, asked)
+
+
+def _stamp(directory: pathlib.Path) -> tuple[int, int]:
+  status = directory.stat()
+  return status.st_ino, status.st_mtime_ns
+
+
+class PullTransfer(FileTransfer):
+  """Transfer to a server on a host that has no file system in common with the trainer. The host
+  fetches the files into its memory, and the server's workers read them there.
+  """
+
+  backend = 'pull'
+
+  def __init__(self, source: Source):
+    self._source = source
+    self._client: VllmClient | None = None
+    self._host = ''
+    self._local: dict[pathlib.Path, str] = {}
+    """Directory on the server's host for each published directory."""
+
+  async def connect(self, client: VllmClient) -> None:
+    await super().connect(client)
+    answer = await client.call('GET', PULL_PATH)
+    host = answer.get('host') if isinstance(answer, dict) else None
+    if not isinstance(host, str):
+      raise Lost(f'{client.name}: {PULL_PATH}: answered {answer!r:.80}, wanted the name of a host')
+    self._client, self._host = client, host
+    self._local.clear()
+    self._source.forget(host)
+    await self._source.join(host, client)
+    await self._source.check(client, deadline_s=60.0)
+
+  async def prepare(
+    self, client: VllmClient, publication: Publication, *, deadline_s: float
+  ) -> None:
+    local = await self._source.pull(self._host, publication, deadline_s=deadline_s)
+    kept = self._source.directories
+    self._local = {d: path for d, path in (self._local | local).items() if d in kept}
+
+  async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
+    try:
+      await super().send(client, self._moved(publication), deadline_s=deadline_s)
+    except RemoteError:
+      self._source.forget(self._host)
+      raise
+
+  def _moved(self, publication: Publication) -> Publication:
+    """Returns the publication with the directories on the server's host."""
+    deltas = tuple(
+      dataclasses.replace(delta, directory=self._at(delta.directory))
+      for delta in publication.deltas
+    )
+    # Without files, the directory is not read, but the server's front still checks it.
+    directory = self._at(publication.directory) if publication.files else deltas[0].directory
+    return dataclasses.replace(publication, directory=directory, deltas=deltas)
+
+  def _at(self, directory: pathlib.Path) -> pathlib.Path:
+    if directory not in self._local:
+      raise Lost(f'{directory} was not fetched by the host')
+    return pathlib.Path(self._local[directory])
+
+  async def close(self) -> None:
+    if self._client is not None:
+      await self._source.leave(self._client)

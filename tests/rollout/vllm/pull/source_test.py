@@ -1,0 +1,212 @@
+"""Fleets whose servers are on hosts without the trainer's files: the hosts fetch each version while
+their servers still sample, and the servers load it from there.
+"""
+
+import asyncio
+import collections
+import contextlib
+import pathlib
+import shutil
+
+import fronts
+import pytest
+import serving
+from fleets import MODEL, UPDATE, A, B, Between, C, places, run, until, versions, wave, weights
+from serving import ask, request
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.front import Front
+from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.pull import source as source_module
+from jaxrl_llm.rollout.vllm.pull.source import PullTransfer, Source
+from jaxrl_llm.rollout.vllm.pull.store import Store
+from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
+
+
+class Hosts:
+  """Servers behind fronts, each with a store. `roots` names the memory of each server's host."""
+
+  def __init__(self, folder: pathlib.Path, upstreams, roots):
+    self._folder, self._upstreams = folder, upstreams
+    self.roots = [folder / root for root in roots]
+    self.loaded = collections.defaultdict(list)
+    """Directories that each server was told to load."""
+
+  @contextlib.asynccontextmanager
+  async def fleet(self, **config):
+    source = Source(fronts.config(self._folder))
+    async with contextlib.AsyncExitStack() as stack:
+      self.stores, replicas = [], []
+      for i, (upstream, root) in enumerate(zip(self._upstreams, self.roots, strict=True)):
+        store = Store(root, key=fronts.TOKEN)
+        stack.push_async_callback(store.close)
+        self.stores.append(store)
+        upstream.alter_body = self._noting(i)
+        front = Front(
+          fronts.config(self._folder),
+          upstream=upstream.address,
+          publish_roots=[str(root)],
+          handlers=store.handlers,
+        )
+        await stack.enter_async_context(front)
+        client = VllmClient(front.address, key=fronts.TOKEN, name=f'vllm-{i}')
+        transfer = PullTransfer(source)
+        replicas.append(Replica(f'vllm-{i}', client=client, server=None, transfer=transfer))
+      addresses = tuple(replica.client.address for replica in replicas)
+      config = {'transfer': 'pull', 'addresses': addresses, **config}
+      self.source = source
+      async with serving.fleet_of(MODEL, replicas, self._folder, **config) as fleet:
+        yield fleet
+
+  def _noting(self, number):
+    def note(path, body):
+      if path == UPDATE:
+        info = body['update_info']
+        self.loaded[number] += [info['directory']] if info.get('files') else []
+        self.loaded[number] += [delta['directory'] for delta in info.get('deltas', [])]
+
+    return note
+
+
+@contextlib.asynccontextmanager
+async def attached(folder, roots, **config):
+  async with contextlib.AsyncExitStack() as stack:
+    made = await stack.enter_async_context(places(folder, len(roots)))
+    between = [await stack.enter_async_context(Between(place)) for place in made]
+    hosts = Hosts(folder, between, roots)
+    hosts.places = made
+    hosts.fleet = await stack.enter_async_context(hosts.fleet(**config))
+    yield hosts
+
+
+def bundles(root: pathlib.Path) -> list[pathlib.Path]:
+  return sorted(path for path in root.glob('*/*') if path.is_dir())
+
+
+def test_servers_load_what_their_hosts_have_fetched(tmp_path):
+  async def main():
+    async with attached(tmp_path, ['one', 'two']) as hosts:
+      for version in (A, B, C):
+        await hosts.fleet.load(weights(version))
+        assert versions(await wave(hosts.fleet)) == {version}
+      for number, root in enumerate(hosts.roots):
+        assert len(set(hosts.loaded[number])) == 3
+        assert all(pathlib.Path(path).is_relative_to(root) for path in hosts.loaded[number])
+        # Of the versions before, the trainer has removed its files, and so has the host.
+        assert len(bundles(root)) <= 2
+      assert 'perf/publish_transfer_s' in hosts.fleet.take_metrics()
+    assert not any(bundles(root) for root in hosts.roots)
+
+  run(main)
+
+
+def test_servers_that_share_memory_fetch_once(tmp_path, monkeypatch):
+  sent = []
+  send = source_module.send_range
+
+  async def counting(request, path, asked):
+    sent.append(asked)
+    return await send(request, path, asked)
+
+  monkeypatch.setattr(source_module, 'send_range', counting)
+
+  async def main():
+    async with attached(tmp_path, ['shared', 'shared', 'alone']) as hosts:
+      await hosts.fleet.load(weights(A))
+      first, second, other = (hosts.loaded[i] for i in range(3))
+      assert first == second != other
+      size = (tmp_path / 'published' / str(A) / 'weights.safetensors').stat().st_size
+      assert sum(part.stop - part.start for part in sent) == size
+
+  run(main)
+
+
+def test_a_server_samples_while_its_host_fetches(tmp_path, monkeypatch):
+  may_send = asyncio.Event()
+  send = source_module.send_range
+
+  async def main():
+    async with attached(tmp_path, ['one']) as hosts:
+      await hosts.fleet.load(weights(A))
+      may_send.clear()
+      asked = []
+
+      async def holding(request, path, part):
+        asked.append(part)
+        while not may_send.is_set():  # Set in another thread's loop.
+          await asyncio.sleep(0.01)
+        return await send(request, path, part)
+
+      monkeypatch.setattr(source_module, 'send_range', holding)
+      load = asyncio.create_task(hosts.fleet.load(weights(B)))
+      await until(lambda: asked)
+      assert hosts.fleet.replicas[0].state == ReplicaState.SERVING
+      (completion,) = await ask(hosts.fleet, request(1))
+      assert {segment.version for segment in completion.segments} == {A}
+      may_send.set()
+      await load
+      assert versions(await wave(hosts.fleet)) == {B}
+
+  run(main)
+
+
+def test_deltas_are_fetched_alone(tmp_path):
+  async def main():
+    async with attached(tmp_path, ['one'], full_every=8) as hosts:
+      for version in (A, B, C):
+        await hosts.fleet.load(weights(version))
+        digests = await hosts.places[0].digests()
+        assert digests == hosts.fleet._current.publication.digests
+      assert versions(await wave(hosts.fleet)) == {C}
+
+  run(main)
+
+
+def test_what_was_removed_from_a_hosts_memory_is_fetched_again(tmp_path):
+  async def main():
+    async with attached(tmp_path, ['one', 'two']) as hosts:
+      await hosts.fleet.load(weights(A))
+      removed = []
+
+      async def remove(publication, **options):
+        await prepare(publication, **options)
+        if not removed:
+          removed.extend(bundles(hosts.roots[0]))
+          for path in removed:
+            shutil.rmtree(path)
+
+      prepare = hosts.fleet.replicas[0].prepare
+      hosts.fleet.replicas[0].prepare = remove
+      await hosts.fleet.load(weights(B))
+      await until(lambda: all(r.version == B for r in hosts.fleet.replicas))
+      assert removed and len(bundles(hosts.roots[0])) >= 1
+
+  run(main)
+
+
+def test_a_trainer_that_its_servers_cannot_reach_is_named_at_the_start(tmp_path, monkeypatch):
+  monkeypatch.setattr(source_module, 'public_address', lambda address: 'http://127.0.0.1:1')
+
+  async def main():
+    async with attached(tmp_path, ['one']):
+      pass
+
+  with pytest.raises(UserError) as raised:
+    run(main)
+  line = str(raised.value)
+  assert "cannot receive weights over 'pull'" in line and '\n' not in line
+  assert 'the trainer cannot be reached from this host: http://127.0.0.1:1' in line
+
+
+def test_servers_without_a_store_are_named_at_the_start(tmp_path):
+  async def main():
+    async with places(tmp_path, 1) as (place,):
+      transfer = PullTransfer(Source(fronts.config(tmp_path)))
+      client = VllmClient(place.address, name='vllm-0')
+      replica = Replica('vllm-0', client=client, server=None, transfer=transfer)
+      config = {'transfer': 'pull', 'addresses': (place.address,)}
+      async with serving.fleet_of(MODEL, [replica], tmp_path, **config):
+        pass
+
+  with pytest.raises(UserError, match=r"cannot receive weights over 'pull'.*/pull"):
+    run(main)

@@ -1,0 +1,125 @@
+"""Hosts that fetch published weights, for tests: their stores behind real fronts, and a trainer's
+source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable
+
+import aiohttp
+import fronts
+from parameters import random_params
+
+from jaxrl_llm.core.net.endpoint import Endpoint
+from jaxrl_llm.core.net.front import Front
+from jaxrl_llm.core.trees import flatten
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.publication import PublicationFolder
+from jaxrl_llm.rollout.vllm.pull import bundle
+from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, Order
+from jaxrl_llm.rollout.vllm.pull.ranges import WEIGHTS_PATH, read_range, send_nothing, send_range
+from jaxrl_llm.rollout.vllm.pull.store import Store
+
+HEADERS = {'Authorization': f'Bearer {fronts.TOKEN}'}
+
+
+def spec_of(layers: int = 2):
+  return tiny(
+    'qwen3', 11, num_hidden_layers=layers, hidden_size=32, intermediate_size=48, head_dim=16
+  )
+
+
+def published(root: pathlib.Path, step: int = 1, *, spec=None, folder=None, **options):
+  """A publication of random weights, and its folder."""
+  spec = spec or spec_of()
+  folder = folder or PublicationFolder(root, spec, dtype='float32', atoms=True, **options)
+  leaves = flatten(random_params(spec, seed=step)).items()
+  return folder.write(Version(0, step), leaves), folder
+
+
+@dataclasses.dataclass
+class Host:
+  """A host with a store."""
+
+  store: Store
+  address: str
+
+  def client(self) -> VllmClient:
+    return VllmClient(self.address, key=fronts.TOKEN, name=self.address)
+
+  async def order(self, *bundles, sources=(), stores=(), place=0, keep=(), number=1):
+    order = Order(
+      number=number,
+      bundles=bundles,
+      sources=tuple(sources),
+      stores=tuple(stores),
+      place=place,
+      keep=frozenset(keep),
+    )
+    return await self.send(order.to_json())
+
+  async def send(self, body) -> dict:
+    """Sends an order as it is. Returns the response, with its status."""
+    async with (
+      aiohttp.ClientSession(headers=HEADERS) as session,
+      session.post(self.address + PULL_PATH, json=body) as response,
+    ):
+      return {'status': response.status, **await response.json()}
+
+  def content(self, answer: dict, name: str) -> bytes:
+    (directory,) = answer['directories'].values()
+    return (pathlib.Path(directory) / name).read_bytes()
+
+
+@contextlib.asynccontextmanager
+async def hosts(folder: pathlib.Path, count: int, **options):
+  """Hosts whose memory is not shared: each has a directory of its own."""
+  async with contextlib.AsyncExitStack() as stack:
+    made = []
+    for i in range(count):
+      store = Store(folder / f'host-{i}', key=fronts.TOKEN, **options)
+      stack.push_async_callback(store.close)
+      front = Front(fronts.config(folder), upstream='unix:/nothing/there', handlers=store.handlers)
+      await stack.enter_async_context(front)
+      made.append(Host(store, front.address))
+    yield made
+
+
+@contextlib.asynccontextmanager
+async def sending(folder: pathlib.Path, directory: pathlib.Path, answer: Callable | None = None):
+  """Address of a server that sends ranges of the files of a directory, and the ranges that it was
+  asked for. `answer` may answer a request itself, unless it returns None.
+  """
+  asked = []
+
+  async def handle(request):
+    part = read_range(request)
+    if part is None:
+      return send_nothing()
+    asked.append(part)
+    if answer is not None and (given := await answer(request, part)) is not None:
+      return given
+    return await send_range(request, directory / part.file, part)
+
+  endpoint = Endpoint(fronts.config(folder), routes=[('GET', WEIGHTS_PATH)], handle=handle)
+  async with endpoint:
+    yield endpoint.address, asked
+
+
+def small_atoms(monkeypatch, atom: int = 512, piece: int = 1024) -> None:
+  monkeypatch.setattr(bundle, 'ATOM_BYTES', atom)
+  monkeypatch.setattr(bundle, 'PIECE_BYTES', piece)
+
+
+def run(main) -> None:
+  async def bounded():
+    async with asyncio.timeout(60):
+      await main()
+
+  asyncio.run(bounded())
