@@ -113,8 +113,8 @@ async def sending(folder: pathlib.Path, directory: pathlib.Path, answer: Callabl
 
 
 def small_atoms(monkeypatch, atom: int = 512, piece: int = 1024) -> None:
-  monkeypatch.setattr(bundle, 'ATOM_BYTES', atom)
-  monkeypatch.setattr(bundle, 'PIECE_BYTES', piece)
+  monkeypatch.setattr(bundle, 'ATOM_BYTES', (atom, atom))
+  monkeypatch.setattr(bundle, 'PIECE_BYTES', (piece, piece))
 
 
 def run(main) -> None:

@@ -228,7 +228,8 @@ class PublicationFolder:
     name.
     """
     if atoms:
-      self._atoms = {entry.hf: atom_slices(entry.shape, itemsize) for entry in entries(spec)}
+      total = self._layout.nbytes
+      self._atoms = {entry.hf: atom_slices(entry.shape, itemsize, total) for entry in entries(spec)}
     with writing(self.root):
       if self.root.exists():
         shutil.rmtree(self.root)

@@ -22,10 +22,16 @@ import xxhash
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.weights.checksums import Slice
 
-ATOM_BYTES = 8 << 20
-"""Size in bytes above which a tensor is divided into several atoms."""
-PIECE_BYTES = 16 << 20
-"""Size in bytes up to which successive atoms are fetched with one request."""
+ATOM_BYTES = (256 << 10, 8 << 20)
+"""Minimum and maximum size in bytes above which a tensor is divided into several atoms."""
+PIECE_BYTES = (256 << 10, 16 << 20)
+"""Minimum and maximum size in bytes up to which successive atoms are fetched with one request."""
+_ATOMS = 1024
+"""Number of atoms that weights of medium size are divided into."""
+_SHARE = 16
+"""Number of pieces that each host gets from the trainer, unless this makes them too small or too
+large. The more pieces, the more equal the shares of the hosts.
+"""
 _NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}')
 _DIGEST = re.compile(r'[0-9a-f]{32}')
 _MAX_SIZE = 1 << 50
@@ -101,9 +107,10 @@ class Bundle:
   def file(self, name: str) -> BundleFile | None:
     return next((file for file in self.files if file.name == name), None)
 
-  def pieces(self) -> list[Piece]:
-    """Divides the files into pieces of at most `PIECE_BYTES` where atoms permit this."""
-    return [piece for file in self.files for piece in _pieces(file)]
+  def pieces(self, hosts: int) -> list[Piece]:
+    """Divides the files into pieces for a number of hosts that fetch them together."""
+    limit = _within(self.size // (_SHARE * max(1, hosts)), PIECE_BYTES)
+    return [piece for file in self.files for piece in _pieces(file, limit)]
 
   def to_json(self) -> Json:
     return [[file.name, file.size, [list(atom) for atom in file.atoms]] for file in self.files]
@@ -119,11 +126,15 @@ class Bundle:
     return cls(files)
 
 
-def _pieces(file: BundleFile) -> Iterator[Piece]:
+def _within(size: int, limits: tuple[int, int]) -> int:
+  return min(max(size, limits[0]), limits[1])
+
+
+def _pieces(file: BundleFile, limit: int) -> Iterator[Piece]:
   first = 0
   for last in range(1, len(file.atoms) + 1):
     is_end = last == len(file.atoms)
-    if is_end or file.stop(last) - file.atoms[first].start > PIECE_BYTES:
+    if is_end or file.stop(last) - file.atoms[first].start > limit:
       yield Piece(file.name, first, last, file.atoms[first].start, file.stop(last - 1))
       first = last
 
@@ -147,18 +158,19 @@ def _file(value: Any) -> BundleFile:
   return BundleFile(name, size, tuple(Atom(start, digest) for start, digest in atoms))
 
 
-def atom_slices(shape: Sequence[int], itemsize: int) -> tuple[Slice, ...]:
+def atom_slices(shape: Sequence[int], itemsize: int, total: int) -> tuple[Slice, ...]:
   """Returns the slices along the first axis that are the atoms of a tensor; empty if the whole
   tensor is one atom.
 
   Args:
     shape: shape of the tensor.
     itemsize: size of an element in bytes.
+    total: size in bytes of all tensors of the file.
   """
-  nbytes = math.prod(shape) * itemsize
-  if not shape or nbytes <= ATOM_BYTES:
+  nbytes, limit = math.prod(shape) * itemsize, _within(total // _ATOMS, ATOM_BYTES)
+  if not shape or nbytes <= limit:
     return ()
-  rows = max(1, ATOM_BYTES * shape[0] // nbytes)
+  rows = max(1, limit * shape[0] // nbytes)
   return tuple(Slice(0, start, min(rows, shape[0] - start)) for start in range(0, shape[0], rows))
 
 
@@ -206,13 +218,13 @@ def _described(
   header.pop('__metadata__', None)
   if set(header) != set(digests):
     raise ValueError(f'{path}: its tensors are not the announced ones')
-  base = 8 + count
+  base, total = 8 + count, sum(stop - start for start, stop in _offsets(header))
   atoms = [Atom(0, xxhash.xxh3_128_hexdigest(length + text))]
   for name, tensor in sorted(header.items(), key=lambda item: item[1]['data_offsets']):
     start, stop = (base + offset for offset in tensor['data_offsets'])
     if start == stop:
       continue
-    cuts = atom_slices(tensor['shape'], _ITEMSIZES[tensor['dtype']])
+    cuts = atom_slices(tensor['shape'], _ITEMSIZES[tensor['dtype']], total)
     known = slices.get(name, {})
     if not cuts or not all(cut in known for cut in cuts):
       atoms.append(Atom(start, digests[name]))
@@ -220,6 +232,11 @@ def _described(
     row = (stop - start) // tensor['shape'][0]
     atoms.extend(Atom(start + cut.start * row, known[cut]) for cut in cuts)
   return BundleFile(path.name, path.stat().st_size, tuple(atoms))
+
+
+def _offsets(header: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+  for tensor in header.values():
+    yield tuple(tensor['data_offsets'])
 
 
 def _read(path: pathlib.Path) -> BundleFile:

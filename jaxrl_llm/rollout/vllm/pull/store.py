@@ -42,16 +42,20 @@ from jaxrl_llm.weights.tensor_files import write_at
 _MAX_ORDER_BYTES = 64 << 20
 _AT_ONCE = 4
 """Number of pieces that a store fetches from the trainer at the same time."""
-_ROUNDS = 3
-"""Number of times that all candidates are tried for a piece."""
+_PATIENCE_S = 60.0
+"""Seconds for which all candidates are tried for a piece again and again."""
 _PAUSE_S = 1.0
-"""Seconds between two rounds."""
-_WAIT_S = 60.0
-"""Maximum seconds for which a store lets another one wait for a piece."""
+"""Seconds after each candidate was tried."""
+_WAIT_S = 5.0
+"""Seconds after which a store tells another one, which waits for a piece, to ask again. By this,
+the other one knows that the store works.
+"""
 _UNKNOWN_S = 10.0
 """Maximum seconds for which a store lets another one wait until the trainer orders the bundle."""
-_SILENCE_S = 90.0
+_SILENCE_S = 30.0
 """Seconds without a byte after which a candidate is given up."""
+_LATER = 503
+"""HTTP status of the answer to ask again."""
 _REACH_S = 10.0
 """Deadline of the check whether the trainer can be reached."""
 _MAX_ANSWER_BYTES = 1 << 16
@@ -228,7 +232,7 @@ class Store:
             raise Refusal(404, f'this host has only a part of bundle {asked.bundle}')
           await holding.changed.wait()
     except TimeoutError:
-      raise Refusal(503, f'this part has not arrived within {_WAIT_S:g} s') from None
+      raise Refusal(_LATER, 'this part has not arrived yet') from None
     return await send_range(request, holding.directory / asked.file, asked)
 
   async def _check_reachable(self, sources: Iterable[str]) -> None:
@@ -290,7 +294,7 @@ class Store:
       with (holding.directory / file.name).open('ab') as opened:
         opened.truncate(file.size)
     lanes: dict[tuple[int, int], list[tuple[int, Piece]]] = {}
-    for number, piece in enumerate(holding.bundle.pieces()):
+    for number, piece in enumerate(holding.bundle.pieces(len(order.stores))):
       if all(holding.verified[piece.file][piece.first : piece.last]):
         continue
       home = order.home(number)
@@ -329,11 +333,16 @@ class Store:
     """
     arrival = _Arrival(piece.start)
     error: Exception = Lost('the order names no address to fetch from')
-    for tries in range(_ROUNDS):
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
       for address in sorted(candidates, key=failed.__contains__):
         try:
-          if arrival.position < piece.stop:
-            await self._receive(holding, piece, address, arrival)
+          while arrival.position < piece.stop:
+            try:
+              await self._receive(holding, piece, address, arrival)
+            except Lost as later:
+              if later.status != _LATER:
+                raise
           path = holding.directory / piece.file
           await asyncio.to_thread(_verify, holding.bundle, piece, path)
           return
@@ -342,11 +351,12 @@ class Store:
           _log.warning('%s: %s; another host is asked', address, fault)
         except (RemoteError, UserError) as lost:
           error = lost
-          _log.warning('%s; another host is asked', lost)
+          if address not in failed:
+            _log.warning('%s; another host is asked', lost)
         failed.add(address)
-      if tries + 1 < _ROUNDS:
-        await asyncio.sleep(_PAUSE_S)
-    raise Lost(str(error))
+      if time.monotonic() > deadline:
+        raise Lost(str(error))
+      await asyncio.sleep(_PAUSE_S)
 
   async def _receive(
     self, holding: _Holding, piece: Piece, address: str, arrival: _Arrival

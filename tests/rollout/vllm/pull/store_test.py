@@ -27,6 +27,7 @@ from jaxrl_llm.rollout.vllm.pull.store import Store
 def small(monkeypatch):
   small_atoms(monkeypatch)
   monkeypatch.setattr(store_module, '_PAUSE_S', 0.01)
+  monkeypatch.setattr(store_module, '_PATIENCE_S', 0.1)
 
 
 @pytest.fixture
@@ -45,16 +46,25 @@ def test_atoms_cover_the_file_and_have_the_digests_of_its_bytes(publication):
   ends = [atom.start for atom in file.atoms[1:]] + [len(data)]
   for atom, end in zip(file.atoms, ends, strict=True):
     assert xxhash.xxh3_128_hexdigest(data[atom.start : end]) == atom.digest
-  pieces = described(publication).pieces()
+  pieces = described(publication).pieces(1)
   assert pieces[0].start == 0 and pieces[-1].stop == len(data)
   assert all(a.stop == b.start and a.last == b.first for a, b in itertools.pairwise(pieces))
   assert all(piece.stop - piece.start <= 1024 or piece.last - piece.first == 1 for piece in pieces)
 
 
 def test_large_tensors_are_divided_along_their_first_axis():
-  assert atom_slices((), 4) == atom_slices((128,), 4) == ()
-  assert [tuple(cut) for cut in atom_slices((5, 100), 4)] == [(0, i, 1) for i in range(5)]
-  assert [tuple(cut) for cut in atom_slices((7, 40), 4)] == [(0, 0, 3), (0, 3, 3), (0, 6, 1)]
+  assert atom_slices((), 4, 0) == atom_slices((128,), 4, 0) == ()
+  assert [tuple(cut) for cut in atom_slices((5, 100), 4, 0)] == [(0, i, 1) for i in range(5)]
+  assert [tuple(cut) for cut in atom_slices((7, 40), 4, 0)] == [(0, 0, 3), (0, 3, 3), (0, 6, 1)]
+
+
+def test_pieces_are_many_enough_for_equal_shares_and_not_too_small(monkeypatch):
+  monkeypatch.undo()
+  for size, count, wanted in ((64 << 20, 8, 512 << 10), (1 << 20, 8, 256 << 10)):
+    atoms = tuple(Atom(start, '0' * 32) for start in range(0, size, 64 << 10))
+    pieces = Bundle((BundleFile('a', size, atoms),)).pieces(count)
+    assert {piece.stop - piece.start for piece in pieces} == {wanted}
+  assert len(atom_slices((4096, 4096), 2, 15 << 30)) == 4  # Of 8 MiB.
 
 
 def test_a_description_survives_the_way_to_a_host(publication):
@@ -95,7 +105,8 @@ def test_every_host_gets_the_bytes_and_the_trainer_sends_each_once(
       assert sum(sent.values()) == (count - 1) * len(data)
       # No host sends more than its share of the pieces, as often as there are other hosts.
       share = max(
-        sum(piece.stop - piece.start for piece in bundle.pieces()[i::count]) for i in range(count)
+        sum(piece.stop - piece.start for piece in bundle.pieces(count)[i::count])
+        for i in range(count)
       )
       assert max(sent.values(), default=0) <= (count - 1) * share
 
