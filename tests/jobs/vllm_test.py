@@ -14,6 +14,7 @@ import jax
 import job
 import namespaces
 import numpy as np
+import pulling
 import pytest
 import serving
 from safetensors.numpy import load_file
@@ -236,6 +237,28 @@ def test_deltas_give_servers_the_bits_of_whole_weights(pair, params, tmp_path):
         # Whole: the first, the one that was spoiled.
         assert len(fleet._current.publication.deltas) == (0, 1, 0, 1, 2, 3)[step]
       assert fleet.counts['restarts'] == fleet.counts['void'] == 0
+
+  asyncio.run(main())
+
+
+def test_servers_whose_hosts_fetch_have_the_bits_of_the_trainer(pair, params, tmp_path):
+  """Whole weights and deltas, over HTTP, to two hosts without a directory in common."""
+
+  async def main():
+    roots = [tmp_path / 'one', tmp_path / 'two']
+    async with pulling.replicas(tmp_path, pair, roots) as replicas:
+      addresses = tuple(replica.client.address for replica in replicas)
+      pulled = {'transfer': 'pull', 'addresses': addresses, 'full_every': 3}
+      async with serving.fleet_of(TIED, replicas, tmp_path, **pulled) as fleet:
+        tree = params[1]
+        for step in range(4):
+          tree = serving.moved(tree, step) if step else tree
+          await fleet.load(serving.weights_of(TIED, tree, Version(0, step)))
+          wanted = serving.digests_of(TIED, tree)
+          assert [await serving.loaded(server) for server in pair] == [wanted] * 2
+          assert len(fleet._current.publication.deltas) == (0, 1, 2, 0)[step]
+          assert all(len(list(root.glob('*/*/*'))) >= 1 for root in roots)
+        assert fleet.counts['restarts'] == fleet.counts['void'] == 0
 
   asyncio.run(main())
 

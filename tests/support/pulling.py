@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import aiohttp
 import fronts
@@ -24,7 +24,9 @@ from jaxrl_llm.rollout.vllm.publication import PublicationFolder
 from jaxrl_llm.rollout.vllm.pull import bundle
 from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, Order
 from jaxrl_llm.rollout.vllm.pull.ranges import WEIGHTS_PATH, read_range, send_nothing, send_range
+from jaxrl_llm.rollout.vllm.pull.source import PullTransfer, Source
 from jaxrl_llm.rollout.vllm.pull.store import Store
+from jaxrl_llm.rollout.vllm.replica import Replica
 
 HEADERS = {'Authorization': f'Bearer {fronts.TOKEN}'}
 
@@ -88,6 +90,32 @@ async def hosts(folder: pathlib.Path, count: int, **options):
       front = Front(fronts.config(folder), upstream='unix:/nothing/there', handlers=store.handlers)
       await stack.enter_async_context(front)
       made.append(Host(store, front.address))
+    yield made
+
+
+@contextlib.asynccontextmanager
+async def replicas(folder: pathlib.Path, servers: Sequence, roots: Sequence[pathlib.Path]):
+  """Replicas of servers that fetch their weights, each behind a front with a store.
+
+  Args:
+    roots: memory of each server's host; servers with the same one are on the same host.
+  """
+  source = Source(fronts.config(folder))
+  async with contextlib.AsyncExitStack() as stack:
+    made = []
+    for i, (server, root) in enumerate(zip(servers, roots, strict=True)):
+      store = Store(root, key=fronts.TOKEN)
+      stack.push_async_callback(store.close)
+      front = Front(
+        fronts.config(folder),
+        upstream=server.address,
+        publish_roots=[str(root)],
+        handlers=store.handlers,
+      )
+      await stack.enter_async_context(front)
+      client = VllmClient(front.address, key=fronts.TOKEN, name=f'vllm-{i}')
+      transfer = PullTransfer(source)
+      made.append(Replica(f'vllm-{i}', client=client, server=None, transfer=transfer))
     yield made
 
 

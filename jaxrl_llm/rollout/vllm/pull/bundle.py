@@ -174,9 +174,6 @@ def atom_slices(shape: Sequence[int], itemsize: int, total: int) -> tuple[Slice,
   return tuple(Slice(0, start, min(rows, shape[0] - start)) for start in range(0, shape[0], rows))
 
 
-_ITEMSIZES = {'F64': 8, 'F32': 4, 'F16': 2, 'BF16': 2, 'U8': 1, 'U16': 2, 'U32': 4}
-
-
 def describe(
   directory: pathlib.Path,
   files: Mapping[str, Mapping[str, str]],
@@ -224,7 +221,8 @@ def _described(
     start, stop = (base + offset for offset in tensor['data_offsets'])
     if start == stop:
       continue
-    cuts = atom_slices(tensor['shape'], _ITEMSIZES[tensor['dtype']], total)
+    itemsize = (stop - start) // math.prod(tensor['shape'])
+    cuts = atom_slices(tensor['shape'], itemsize, total)
     known = slices.get(name, {})
     if not cuts or not all(cut in known for cut in cuts):
       atoms.append(Atom(start, digests[name]))

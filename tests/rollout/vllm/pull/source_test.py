@@ -9,54 +9,59 @@ import pathlib
 import shutil
 
 import fronts
+import pulling
 import pytest
 import serving
-from fleets import MODEL, UPDATE, A, B, Between, C, places, run, until, versions, wave, weights
+from fleets import (
+  MODEL,
+  NORM,
+  UPDATE,
+  A,
+  B,
+  Between,
+  C,
+  places,
+  run,
+  tensors,
+  until,
+  versions,
+  wave,
+  weights,
+)
 from serving import ask, request
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.front import Front
+from jaxrl_llm.rollout.api import Weights
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.pull import source as source_module
 from jaxrl_llm.rollout.vllm.pull.source import PullTransfer, Source
-from jaxrl_llm.rollout.vllm.pull.store import Store
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
+from jaxrl_llm.weights.tables import entries
 
 
 class Hosts:
-  """Servers behind fronts, each with a store. `roots` names the memory of each server's host."""
+  """Servers on hosts of their own, and a fleet over them."""
 
-  def __init__(self, folder: pathlib.Path, upstreams, roots):
-    self._folder, self._upstreams = folder, upstreams
-    self.roots = [folder / root for root in roots]
+  def __init__(self, folder: pathlib.Path, roots: list[str]):
+    self._folder, self.roots = folder, [folder / root for root in roots]
     self.loaded = collections.defaultdict(list)
     """Directories that each server was told to load."""
 
   @contextlib.asynccontextmanager
-  async def fleet(self, **config):
-    source = Source(fronts.config(self._folder))
+  async def attached(self, **config):
     async with contextlib.AsyncExitStack() as stack:
-      self.stores, replicas = [], []
-      for i, (upstream, root) in enumerate(zip(self._upstreams, self.roots, strict=True)):
-        store = Store(root, key=fronts.TOKEN)
-        stack.push_async_callback(store.close)
-        self.stores.append(store)
-        upstream.alter_body = self._noting(i)
-        front = Front(
-          fronts.config(self._folder),
-          upstream=upstream.address,
-          publish_roots=[str(root)],
-          handlers=store.handlers,
-        )
-        await stack.enter_async_context(front)
-        client = VllmClient(front.address, key=fronts.TOKEN, name=f'vllm-{i}')
-        transfer = PullTransfer(source)
-        replicas.append(Replica(f'vllm-{i}', client=client, server=None, transfer=transfer))
+      self.places = await stack.enter_async_context(places(self._folder, len(self.roots)))
+      servers = [await stack.enter_async_context(Between(place)) for place in self.places]
+      for i, server in enumerate(servers):
+        server.alter_body = self._noting(i)
+      replicas = await stack.enter_async_context(
+        pulling.replicas(self._folder, servers, self.roots)
+      )
       addresses = tuple(replica.client.address for replica in replicas)
       config = {'transfer': 'pull', 'addresses': addresses, **config}
-      self.source = source
-      async with serving.fleet_of(MODEL, replicas, self._folder, **config) as fleet:
-        yield fleet
+      fleet = serving.fleet_of(MODEL, replicas, self._folder, **config)
+      self.fleet = await stack.enter_async_context(fleet)
+      yield self
 
   def _noting(self, number):
     def note(path, body):
@@ -68,15 +73,8 @@ class Hosts:
     return note
 
 
-@contextlib.asynccontextmanager
-async def attached(folder, roots, **config):
-  async with contextlib.AsyncExitStack() as stack:
-    made = await stack.enter_async_context(places(folder, len(roots)))
-    between = [await stack.enter_async_context(Between(place)) for place in made]
-    hosts = Hosts(folder, between, roots)
-    hosts.places = made
-    hosts.fleet = await stack.enter_async_context(hosts.fleet(**config))
-    yield hosts
+def attached(folder: pathlib.Path, roots: list[str], **config):
+  return Hosts(folder, roots).attached(**config)
 
 
 def bundles(root: pathlib.Path) -> list[pathlib.Path]:
@@ -154,10 +152,19 @@ def test_deltas_are_fetched_alone(tmp_path):
   async def main():
     async with attached(tmp_path, ['one'], full_every=8) as hosts:
       for version in (A, B, C):
-        await hosts.fleet.load(weights(version))
+        leaves = [
+          (entry.unrolled, tensors(version.step if entry.hf == NORM else 1)[entry.hf])
+          for entry in entries(MODEL.spec)
+        ]
+        await hosts.fleet.load(Weights(version=version, leaves=leaves, probe=None))
         digests = await hosts.places[0].digests()
         assert digests == hosts.fleet._current.publication.digests
       assert versions(await wave(hosts.fleet)) == {C}
+      # The whole weights, and two files of which each has only the norm.
+      sizes = [
+        [file.stat().st_size for file in pathlib.Path(path).iterdir()] for path in hosts.loaded[0]
+      ]
+      assert len(sizes) == 3 and max(map(sum, sizes[1:])) < sum(sizes[0]) / 20
 
   run(main)
 
