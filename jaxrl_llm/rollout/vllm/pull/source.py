@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import pathlib
 import threading
@@ -32,6 +33,8 @@ from jaxrl_llm.rollout.vllm.pull.ranges import (
 )
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer
 
+_RELEASE_S = 10.0
+"""Deadline for a host to remove its files."""
 _START_S = 30.0
 """Deadline for the thread to listen, and to end."""
 
@@ -81,12 +84,17 @@ class Source:
       members.append(client)
 
   async def leave(self, client: VllmClient) -> None:
-    """Removes a server. Stops listening if it was the last."""
+    """Removes a server. Has its host remove all files if it was the host's last. Stops listening if
+    it was the last of all.
+    """
     for name, host in list(self._hosts.items()):
       if client in host.clients:
         host.clients.remove(client)
         if not host.clients:
           del self._hosts[name]
+          nothing = dataclasses.replace(self._order((), 0, ()), sources=(), keep=frozenset())
+          with contextlib.suppress(RemoteError):  # The host may be gone.
+            await client.call('POST', PULL_PATH, nothing.to_json(), deadline_s=_RELEASE_S)
     async with self._opening:
       if not self._hosts and self._address is not None:
         self._address = None

@@ -93,7 +93,8 @@ def test_servers_load_what_their_hosts_have_fetched(tmp_path):
         # Of the versions before, the trainer has removed its files, and so has the host.
         assert len(bundles(root)) <= 2
       assert 'perf/publish_transfer_s' in hosts.fleet.take_metrics()
-    assert not any(bundles(root) for root in hosts.roots)
+      await hosts.fleet.close()  # The hosts remain, without the files.
+      assert not any(bundles(root) for root in hosts.roots)
 
   run(main)
 
