@@ -45,6 +45,8 @@ START_DEADLINE_S = 120.0
 """Time limit in seconds for the fork server and the workers to start, including their imports, or
 to end. The limit is long enough for a busy machine.
 """
+_STOPPING = threading.Lock()
+"""Held while a pool is being stopped."""
 _TO_START = 'scorer workers to start (can their modules be imported?)'
 
 BATCH_DEADLINE_S = 1.0
@@ -377,5 +379,8 @@ def _stop(pool: pebble.ProcessPool, answers_s: float) -> None:
     with contextlib.suppress(TimeoutError):
       pool.join(answers_s)
       return
-  pool.stop()
-  pool.join()  # Wait 'scorers_stop': bounded by the caller.
+  # A start that was given up stops the pool in a thread, perhaps while the pool is closed. In two
+  # threads at once, pebble would close a descriptor twice.
+  with _STOPPING:
+    pool.stop()
+    pool.join()  # Wait 'scorers_stop': bounded by the caller.
