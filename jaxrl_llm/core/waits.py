@@ -155,7 +155,8 @@ async def unless(stop: asyncio.Future, work: Awaitable[T]) -> T | None:
 def _dump_stacks() -> None:
   """Dumps the stacks of all threads and of all asyncio tasks to stderr.
 
-  The stack of a suspended task is not part of any thread's stack.
+  Tasks are dumped separately, because the stack of a suspended task is not part of any thread's
+  stack.
   """
   faulthandler.dump_traceback(file=sys.stderr)
   for task in asyncio.all_tasks():

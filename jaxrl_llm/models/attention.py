@@ -32,7 +32,7 @@ def chosen(
   options: ModelOptions, mesh: Mesh | None, *, time: int, keys: int, same_tokens: bool
 ) -> Choice:
   """Chooses the attention implementation for rows of `time` queries and `keys` keys. The result
-  includes the reason.
+  includes the reason for the choice.
   """
   platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
   return choose(
@@ -102,7 +102,9 @@ def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Ar
 def _over(
   mesh: Mesh, local, query, key, value, of_queries: Places, of_keys: Places, *more
 ) -> Array:
-  """Maps `local` over the mesh by the sharding rules. `more` consists of (argument, spec) pairs."""
+  """Maps `local` over the mesh by the sharding rules. `more` consists of (argument, partition spec)
+  pairs; their arguments are passed to `local` after the named arguments.
+  """
 
   def spec(x, axes):
     return sharding(mesh, axes, x.shape).spec

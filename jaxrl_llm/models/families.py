@@ -24,8 +24,8 @@ def _classes(prefix: str) -> Mapping[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """Properties that `transformers` fixes for a model_type, and its defaults for keys that are
-  absent from config.json.
+  """Properties that `transformers` fixes for a model_type, and the defaults of `transformers` for
+  keys that are absent from config.json.
   """
 
   name: str

@@ -41,15 +41,15 @@ def model_flops(
   The first summand is a multiplication and an addition for each parameter and token. The second is
   two multiplications and two additions per pair, head and dimension: one of each for the score, and
   one of each for the product of weight and value. For each product in the forward pass, the
-  backward pass has two. Source: Chowdhery et al. (arXiv:2204.02311), appendix B, but only pairs
-  within the causal mask are counted.
+  backward pass has two products. Source: Chowdhery et al. (arXiv:2204.02311), appendix B, but only
+  pairs within the causal mask are counted.
 
   Args:
     tokens: number of tokens in all sequences, without padding.
     pairs: see `causal_pairs`.
     backward: whether gradients are computed.
-    frozen: whether the weights are frozen, as with adapters, so that the backward pass needs no
-      gradients of theirs. The operations of the adapters themselves are not counted.
+    frozen: whether the weights are frozen, as with adapters, so that the backward pass does not
+      compute their gradients. The operations of the adapters themselves are not counted.
   """
   attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * pairs
   passes = 1 if not backward else 2 if frozen else 3

@@ -41,8 +41,8 @@ def with_head(spec: ModelSpec, head: Literal['lm', 'value', 'scalar']) -> ModelS
 
 
 def has_head(params: Params, spec: ModelSpec) -> bool:
-  """Returns whether a parameter tree has the output head of `spec`. The presence of a head's kernel
-  and the shape of this kernel decide.
+  """Returns whether a parameter tree has the output head of `spec`. For a tied head, the tree must
+  not contain a separate head kernel. For any other head, it must contain one of the right shape.
   """
   kernel = params['head']['kernel'] if 'head' in params else None
   if is_tied(spec) or kernel is None:

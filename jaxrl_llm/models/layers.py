@@ -42,8 +42,8 @@ class Context(NamedTuple):
 def cut(
   x: Float[Array, '*tokens features'], mesh: Mesh | None, features: str | None = None
 ) -> Array:
-  """Shards activations over the mesh by token, and the last dimension by the logical axis
-  `features`.
+  """Shards activations over the mesh by token, and their last dimension by the logical axis
+  `features`. If `features` is None, the last dimension is not sharded.
   """
   return constrain(x, mesh, *('batch', 'time')[: x.ndim - 1], features)
 

@@ -83,7 +83,7 @@ def adapter_of(name: str, flat: Mapping[str, Any]) -> tuple[Any, Any] | None:
   """Returns the matrices A and B of a kernel's adapter; None if the parameter has none.
 
   Args:
-    flat: parameters by flat name.
+    flat: parameters of the model, keyed by flat name.
   """
   module = name.removesuffix(_KERNEL)
   if not name.endswith(_KERNEL) or module + _A not in flat:

@@ -170,9 +170,9 @@ class ModelOptions:
   param_dtype: str = 'float32'
   """Dtype of newly initialised parameters. Adapters are at least float32."""
   reduce_dtype: str | None = None
-  """Dtype in which gradients of kernels of projections and MLPs are summed over the devices. Each
-  device sums over its own tokens before that, and micro-batches are added in the dtype of the
-  parameters. If None, it is that dtype.
+  """Dtype in which gradients of the kernels of projections and MLPs are summed over the devices. If
+  None, they are summed in the dtype of the parameters. Before this sum, each device sums over its
+  own tokens. Gradients of micro-batches are always added in the dtype of the parameters.
   """
   lora: LoraConfig | None = None
   """Configuration of adapters. If None, there are no adapters, and the whole model is trained."""

@@ -51,8 +51,8 @@ class TokenLoss(NamedTuple):
   loss: Float[Array, 'chunks time']
   """Loss of each token, to be minimised. Values at masked positions are ignored."""
   metrics: Mapping[str, Array] = {}
-  """Numbers or flags per token, keyed by metric. The metric is their mean over the tokens in
-  `mask`.
+  """Numbers or flags per token, keyed by metric. The value of a metric is the mean of its numbers
+  over the tokens in `mask`.
   """
 
 

@@ -51,7 +51,7 @@ def choose(
   softcap: float | None = None,
   shards: int = 1,
 ) -> Choice:
-  """Chooses the implementation of an attention. The result includes the reason.
+  """Chooses the implementation of an attention. The result includes the reason for the choice.
 
   Args:
     asked: implementation from the configuration. A fused kernel named here is used only if
@@ -65,7 +65,7 @@ def choose(
     shards: number of shards of the queries' time axis.
 
   Raises:
-    UserError: the configured kernel does not support these inputs.
+    UserError: the configured kernel does not run on the platform, or does not support these inputs.
   """
   block = 128 if platform == 'cpu' else 512
   if asked in ('masked', 'blockwise'):

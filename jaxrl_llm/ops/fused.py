@@ -191,7 +191,7 @@ def fill(
 def _without_padding(
   mixed: Float[Array, 'batch time heads head_dim'], segment_ids: Int[Array, 'batch time']
 ) -> Float[Array, 'batch time heads head_dim']:
-  """Sets the outputs at padding to 0. In the kernels, padding sees padding, and without this step
-  these outputs would have gradients.
+  """Sets the outputs at padding to 0. In the kernels, padding sees padding. Without this step, the
+  outputs at padding would therefore have gradients.
   """
   return jnp.where(segment_ids[:, :, None, None] > 0, mixed, 0)

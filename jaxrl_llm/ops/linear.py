@@ -31,7 +31,7 @@ def linear(
 
 def _forward(x, kernel, reduce_dtype):
   compute = kernel.astype(x.dtype)
-  # An empty array carries the kernel's dtype.
+  # An empty array passes the kernel's dtype to the backward pass, because residuals must be arrays.
   return _product(x, compute, x.ndim - 1, 1, x.dtype), (x, compute, jnp.empty(0, kernel.dtype))
 
 

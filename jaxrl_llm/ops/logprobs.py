@@ -64,7 +64,8 @@ def plan_token_chunk(
   *, chunks: int, time: int, vocab: int, budget_bytes: int, time_shards: int = 1
 ) -> int:
   """Returns the largest `token_chunk` (see `token_logprobs`) whose float32 logits fit in
-  `budget_bytes`. It is at least one position per time shard, even if that does not fit.
+  `budget_bytes`. The result is at least one position per time shard, even if the logits of these
+  positions do not fit.
 
   Args:
     chunks: number of rows per device.
@@ -122,8 +123,9 @@ def token_logprobs(
     row_shards: number of shards of the rows over devices. It must divide the number of rows. The
       kernel's gradient is summed over row and time shards once, after all chunks, instead of in
       every chunk.
-    shardings: how the kernel is stored and used on a mesh. Devices gather it after its conversion
-      to the dtype of `hidden`, and each receives only its shard of the gradient.
+    shardings: shardings of the kernel on a mesh; None without a mesh. Devices gather the kernel
+      after its conversion to the dtype of `hidden`, and each receives only its shard of the
+      gradient.
   """
   rows, time = tokens.shape
   _check_shards(rows, time, token_chunk, time_shards, row_shards)
@@ -187,10 +189,10 @@ class _Parts(NamedTuple):
 
 
 class _Split(NamedTuple):
-  """How `_head` divides its work over chunks and devices."""
+  """Division of the work of `_head` over chunks and devices."""
 
   positions: int
-  """Number of positions of each part in a chunk."""
+  """Number of positions that a chunk contains from each part (see `_Parts`)."""
   shardings: KernelShardings | None
 
   def gathered(self, kernel, dtype):
@@ -219,8 +221,8 @@ _sharded = jax.lax.with_sharding_constraint
 
 
 def _wanted_first(split, states, kernel, targets, temperature, wanted):
-  """Calls `_head` with the wanted positions of each part moved to its front, for as many chunks as
-  these positions fill. Returns the results of `_head` in the original order.
+  """Moves the wanted positions of each part to the front of the part, and calls `_head` for the
+  chunks that contain wanted positions. Returns the results of `_head` in the original order.
   """
   order = jnp.argsort(~wanted, axis=-1, stable=True)
   places = jnp.argsort(order, axis=-1)
@@ -342,7 +344,7 @@ def _head_forward(split, hidden, kernel, targets, temperature, used):
 
   start = (jnp.zeros(targets.shape, _wide(hidden)),) * 3
   logprobs, entropy, normalizer = _repeat(used, chunk, start, once=positions == targets.shape[-1])
-  # An empty array carries the kernel's dtype.
+  # An empty array passes the kernel's dtype to the backward pass, because residuals must be arrays.
   kept = hidden, compute, jnp.empty(0, kernel.dtype), targets, temperature, used
   return (logprobs, entropy), (*kept, normalizer, entropy)
 

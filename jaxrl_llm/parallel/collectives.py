@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 class Traffic(NamedTuple):
   count: int
   bytes: int
-  """Number of bytes per device. For reduce-scatters, these are the sizes of the operands; for all
-  other collectives, the sizes of the results.
+  """Number of bytes per device. A reduce-scatter counts the size of its operands, and any other
+  collective counts the size of its results.
   """
   largest: str
   """Largest array counted in `bytes`, such as 'bf16[4096,1024]'."""
   overlapped: int = 0
-  """The part of `bytes` whose transfer can run beside a matrix product: it is asynchronous, and the
-  compiler has scheduled a product between its start and its end. The time of the product is not
-  compared with that of the transfer.
+  """Part of `bytes` whose transfer can overlap with a matrix product: the transfer is asynchronous,
+  and the compiler has scheduled a product between its start and its end. The product may take less
+  time than the transfer.
   """
 
 
@@ -156,8 +156,8 @@ def _parse(text: str) -> tuple[Mapping[str, _Computation], str]:
 def _parse_schedule(
   line: str, program: Mapping[str, _Computation], computation: _Computation
 ) -> None:
-  """Notes products and the starts and ends of asynchronous collectives. Computations are printed
-  before those that call them, so the products of called ones are known.
+  """Records the products and the asynchronous collectives that a line starts or ends. Computations
+  are printed before those that call them, so the products of called computations are already known.
   """
   called = [name.strip(' %') for _, names in _CALLED.findall(line) for name in names.split(',')]
   if _PRODUCT.search(line) or any(program[name].products for name in called if name in program):

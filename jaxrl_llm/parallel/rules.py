@@ -30,8 +30,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
 
 def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
   """Returns the sharding of an array. Each dimension is sharded over the mesh axes that the table
-  gives for its logical axis. If the number of shards does not divide the dimension's size, the last
-  of these mesh axes are left out until it does.
+  gives for its logical axis. If the number of shards does not divide the dimension's size, mesh
+  axes are left out, beginning with the last, until the number of shards divides the size.
 
   Args:
     mesh: device mesh.

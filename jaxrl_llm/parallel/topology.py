@@ -53,7 +53,7 @@ _KINDS: Mapping[str, str] = {
   'NVIDIA H100 80GB HBM3': 'h100',
   'NVIDIA H200': 'h200',
 }
-"""Keys of `CHIPS`, by the name that JAX reports as `Device.device_kind`."""
+"""Keys of `CHIPS`, keyed by the name that JAX reports as `Device.device_kind`."""
 _MODULES = {'tpu': 'libtpu', 'cuda': 'jax_plugins.xla_cuda12'}
 _TPU_SHAPES = {'v4': 3, 'v5e': 2, 'v5p': 3, 'v6e': 2}
 """Number of dimensions of the shape of a slice, for each TPU type."""
@@ -86,7 +86,7 @@ class Topology(NamedTuple):
   shape: tuple[int, ...]
   """Shape of a TPU slice. For GPUs: hosts × GPUs per host, or only the number of GPUs."""
   slices: int
-  """Number of TPU slices, which all have this shape; 1 for GPUs."""
+  """Number of TPU slices, which all have the same `shape`; 1 for GPUs."""
 
 
 def parse_topology(name: str) -> Topology:

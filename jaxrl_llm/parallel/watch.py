@@ -62,7 +62,7 @@ class PeerWatch:
     """Waits until every living process has also called this method. Returns the numbers of the
     living processes.
     """
-    # If process 0 is lost, JAX itself ends this process. Print a warning shortly before.
+    # If process 0 is lost, JAX itself ends this process. Print a warning shortly before this.
     late = threading.Timer(0.9 * self._heartbeat_s, self._warn)
     late.daemon = True
     if jax.process_index() > 0:

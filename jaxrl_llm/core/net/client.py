@@ -22,9 +22,9 @@ from jaxrl_llm.core.types import Json
 _CONNECT_S = 10.0
 """Time limit in seconds for connecting."""
 _KEEP_ALIVE_S = 2.0
-"""Seconds after which the client closes an idle connection. Servers keep idle connections longer
-than this, so the client is always the one to close. If the server closed the connection while the
-client sent a request, the request might be lost.
+"""Seconds after which the client closes an idle connection. Servers keep idle connections for a
+longer time, so the client always closes them first. If a server closed a connection while the
+client was sending a request, the request might be lost.
 """
 _EXCERPT = 500
 """Maximum number of characters of a response that an error quotes."""
@@ -62,7 +62,7 @@ class Malformed(Lost):
 
 
 class Refused(RemoteError):
-  """The service works but rejects the request: the status is below 500, but not that of success."""
+  """The service works but rejects the request: the status is below 500, but not 200 or 206."""
 
 
 class Response:
@@ -144,7 +144,8 @@ class Client:
       Lost: the client is closed, the connection fails or breaks, a time limit passes, or the status
         is 5xx.
       Malformed: the response is not valid HTTP, or a body that is read as a whole is too large.
-      Refused: the status is below 500, but not that of success.
+      Refused: the status is below 500 and does not mean success. Success is 206 if the headers
+        request a range, otherwise 200.
     """
     timeout = aiohttp.ClientTimeout(
       total=deadline_s, sock_connect=min(deadline_s or _CONNECT_S, _CONNECT_S), sock_read=silence_s

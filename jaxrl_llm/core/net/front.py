@@ -67,7 +67,9 @@ request as sent, byte by byte.
 """
 RPC_METHODS = frozenset({'jaxrl_weights', 'jaxrl_checksums', 'jaxrl_digests'})
 MAX_BODY, MAX_RPC_BODY, MAX_UPDATE_BODY = 256 << 20, 64 << 10, 16 << 20
-"""Maximum body sizes in bytes."""
+"""Maximum sizes in bytes of request bodies: of most requests, of RPC requests, and of weight
+updates and adapter loads whose directories are checked.
+"""
 
 _HEADER_WORD = re.compile(r'[\x21-\x7e]+')
 _CONNECT_S = 10.0
@@ -257,7 +259,8 @@ def _begun_as(upstream: aiohttp.ClientResponse) -> web.StreamResponse:
 
 
 def _checked_rpc(body: dict[str, Any]) -> bytes:
-  """Checks the body of an RPC request and returns it re-encoded.
+  """Checks the body of an RPC request and returns it re-encoded. Raises Refusal if the method is
+  not one of `RPC_METHODS`.
 
   Without re-encoding, the check and the upstream could read different values of a key that occurs
   twice.

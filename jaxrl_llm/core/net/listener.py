@@ -38,7 +38,8 @@ async def listening(
     UserError: the front cannot listen.
   """
   with scratch(f'jaxrl-{name}-') as folder:
-    socket = folder / 'socket'  # Short, since a socket's path is limited to 107 characters.
+    # The name is short, because the path of a socket is limited to 107 characters.
+    socket = folder / 'socket'
     runner = web.AppRunner(
       application, handler_cancellation=True, shutdown_timeout=0.2, access_log=None
     )

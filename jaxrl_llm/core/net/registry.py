@@ -118,7 +118,7 @@ class Kind(enum.StrEnum):
   EXPLORER = 'explorer'
   """An explorer process, to which no other process connects."""
   MASTER = 'master'
-  """A run that lends groups to explorers."""
+  """A run that hands out groups of samples to explorers, which generate them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class Lease:
   """Description of a service, which the service itself publishes."""
 
   id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16))
-  """Identifier in the name of the lease's file. A service that is restarted gets a new one."""
+  """Identifier in the name of the lease's file. A restarted service gets a new identifier."""
   kind: Kind
   name: str
   """Human-readable name of letters, digits, '.', '_' and '-'."""
@@ -400,8 +400,8 @@ def _files(folder: int, kind: Kind) -> list[str]:
 
 
 def _check_own(status: os.stat_result, limit_bytes: int) -> None:
-  """Raises ValueError unless this is a regular file of at most `limit_bytes` that only this user
-  can access.
+  """Raises ValueError unless `status` describes a regular file of at most `limit_bytes` that only
+  this user can access.
   """
   if not stat.S_ISREG(status.st_mode):
     raise ValueError('is not a regular file')
@@ -414,9 +414,9 @@ def _check_own(status: os.stat_result, limit_bytes: int) -> None:
 
 
 def _read_own(folder: int, file: str, limit_bytes: int) -> bytes:
-  """Reads a file in the directory.
+  """Reads a file in the directory whose open descriptor is `folder`.
 
-  Raises ValueError as `_check_own` does, and OSError if the file cannot be read.
+  Raises ValueError if `_check_own` rejects the file, and OSError if the file cannot be read.
   """
   # Open the file without blocking, in case it is a FIFO.
   flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -522,8 +522,8 @@ async def registered(registry: Registry, *leases: Lease) -> AsyncIterator[None]:
     yield
   finally:
     renewing.cancel()
-    # Wait for the last renewal, which may still run in its thread: it would restore a lease that
-    # was removed.
+    # Wait for the last renewal, which may still run in its thread. If it ended after the removal of
+    # its lease, it would write the lease again.
     await asyncio.gather(renewing, return_exceptions=True)
     for lease in leases:
       with contextlib.suppress(OSError, UserError):

@@ -44,7 +44,9 @@ class RemoteOptions:
   concurrency: int = 16
   """Maximum number of requests in flight, over all addresses."""
   request_deadline_s: float = 60.0
-  """Time limit of one try in seconds. For a scorer, `deadline_s` limits all tries together."""
+  """Time limit of one try in seconds. If the client belongs to a scorer, the scorer's `deadline_s`
+  also limits all tries together.
+  """
   retries: int = 5
   """Maximum number of retries after transient errors. With the default values, the waits between
   tries add up to about 15 s, which is enough for a restart of the service.
@@ -77,8 +79,8 @@ class DiscoveringOptions(RemoteOptions):
   """Options of a service whose addresses may come from the run's registry."""
 
   addresses: tuple[str, ...] = ()
-  """Addresses `http://host:port/path`, `https://…` or `unix:/path/to.sock`. Each request goes to
-  the least busy address; addresses with a recent error come last.
+  """Addresses `http://host:port/path`, `https://…` or `unix:/path/to.sock`; empty if `discover` is
+  set. Each request goes to the least busy address; addresses with a recent error come last.
   """
   discover: str | None = None
   """Pattern of service names, such as '*' or 'quality-*'. Requests go to those services in the

@@ -164,7 +164,7 @@ class Server(Generic[Client]):
 
 
 class Refusal(Exception):
-  """The request is answered with an error status."""
+  """Raised to answer a request with an error status."""
 
   def __init__(
     self,
@@ -234,7 +234,8 @@ async def begin_upload(request: web.BaseRequest, limit: int) -> Upload:
   upload = Upload(request, limit)
   if request.headers.get(hdrs.EXPECT, '').lower() == '100-continue':
     await request.writer.write(b'HTTP/1.1 100 Continue\r\n\r\n')
-    # Reset the count of bytes, since `100 Continue` is not yet part of the response.
+    # Reset the count of sent bytes: `handle_error` concludes from a positive count that the
+    # response has begun, and `100 Continue` is not part of the response.
     request.writer.output_size = 0
   return upload
 
@@ -298,7 +299,7 @@ class _Listener(socket.socket):
 
 
 class _Connections(web.Server):
-  """HTTP server with this module's error pages."""
+  """Creates a `_Connection` for each accepted connection."""
 
   def __call__(self) -> web.RequestHandler:
     return _Connection(

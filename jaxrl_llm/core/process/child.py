@@ -34,7 +34,7 @@ _GUARD_SAYS, _NOT_STARTED = 'guard:', ' cannot be started: '
 class Child:
   """A child process with a guard: neither the child nor its descendants outlive this process.
 
-  It can be started again after it has ended.
+  The child can be started again after it has ended.
   """
 
   def __init__(
@@ -146,7 +146,7 @@ class Child:
     The guard kills processes that survive SIGTERM.
     """
     if self._guard is not None:
-      # Keep the pipe open: the guard would conclude from its closing that this process has died.
+      # Keep the pipe open: if it were closed, the guard would conclude that this process has died.
       self._guard.terminate()
 
   async def wait(self) -> int:

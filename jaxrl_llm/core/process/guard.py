@@ -100,8 +100,8 @@ def _processes() -> Iterator[_Process]:
 def _tree() -> Iterator[_Process]:
   """Yields all descendants of this process.
 
-  Each is yielded as soon as it is found, so that the caller can kill a process in time even if it
-  keeps forking and exiting.
+  Each descendant is yielded as soon as it is found, so that the caller can kill a process in time
+  even if the process keeps forking and exiting.
   """
   tree = {os.getpid()}
   unrelated: list[_Process] = []
@@ -161,8 +161,9 @@ class _SharedMemory:
   def look(self, *, thorough: bool = False) -> float:
     """Records the files that the process tree uses now; returns the seconds until the next scan.
 
-    Inspecting processes is expensive. It is done only while there are files that are not recorded:
-    at once if one of them is new, otherwise from time to time or if `thorough` is set.
+    Inspecting processes is expensive, so they are inspected only while some files are not recorded.
+    If one of these files is new, this happens at once. Otherwise, it happens from time to time, or
+    if `thorough` is set.
     """
     began = time.process_time()
     self._credit = min(_CREDIT_S, self._credit + (time.monotonic() - self._credited) / _THRIFT)

@@ -47,8 +47,8 @@ class JobDescription:
   process: int | None
   """Number of this process, from 0; if None, JAX finds it by `method`."""
   method: str | None = None
-  """`cluster_detection_method` by which JAX finds the facts that are None; None if all are
-  known.
+  """Value of `cluster_detection_method` for `jax.distributed.initialize`, which then finds the
+  facts that are None. None if all facts are known.
   """
   local_device: int | None = None
   """Number, on this host, of the only GPU that this process may use; if None, the process may use
@@ -82,7 +82,7 @@ class _Place:
   local: int | None = None
   """Number of this process on its host."""
   beside: int | None = None
-  """Number of the job's processes on the host of this process."""
+  """Number of the job's processes on the host of this process, including this process."""
 
 
 def describe(
@@ -153,7 +153,8 @@ def outside(environment: Mapping[str, str]) -> dict[str, str]:
   compiler flags that the program has added.
 
   Child processes (servers, explorers, scorers) get the result as their environment. Otherwise, they
-  would take the place of this process in the job, or might not know a flag.
+  would take the place of this process in the job, or abort because their compiler does not know a
+  flag.
   """
   kept = without_added(environment)
   return {name: value for name, value in kept.items() if not is_place(name)}

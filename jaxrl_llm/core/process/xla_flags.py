@@ -19,13 +19,13 @@ Platform = Literal['cpu', 'cuda', 'tpu']
 VARIABLES = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')
 """Environment variables with flags of the compiler: XLA's, and libtpu's for TPUs."""
 _ADDED = 'JAXRL_XLA_FLAGS'
-"""Environment variable with the flags that this program has added to `VARIABLES`, so that processes
-that it starts can tell them from the user's.
+"""Environment variable with the flags that this program has added to `VARIABLES`. With it, child
+processes can distinguish these flags from the user's flags.
 """
 _VERSIONS = ((0, 10), (0, 12))
-"""First and last JAX version, as (major, minor), whose compilers are known to accept all flags of
-`_FLAGS`: their names were looked up in jaxlib 0.10.2 and 0.12.0.1, and GPU programs compiled with
-them ahead of time in 0.10.2.
+"""First and last JAX version, as (major, minor), whose compilers are known to accept all flags in
+`_FLAGS`. The names of the flags were looked up in jaxlib 0.10.2 and 0.12.0.1. With jaxlib 0.10.2,
+GPU programs were also compiled ahead of time with these flags.
 """
 
 
@@ -36,8 +36,9 @@ class _Set(NamedTuple):
 
 
 _FLAGS: Mapping[Platform, _Set] = {
-  # The collectives of one iteration of a loop, such as those of one layer of a scan, run beside the
-  # computation of the next iteration. XLA's latency-hiding scheduler is on by default.
+  # With these flags, the collectives of one loop iteration, such as one layer of a scan, overlap
+  # with the computation of the next iteration. XLA's latency-hiding scheduler needs no flag,
+  # because it is on by default.
   'cuda': _Set(
     'XLA_FLAGS',
     {
@@ -49,7 +50,7 @@ _FLAGS: Mapping[Platform, _Set] = {
 }
 _GPU_PLUGINS = ('jax_plugins.xla_cuda12', 'jax_plugins.xla_cuda13')
 _GOOGLE = '0x1ae0'
-"""PCI vendor of TPU chips, and also of other devices in Google's machines."""
+"""PCI vendor id of TPU chips, and also of other devices in Google's machines."""
 _CHIPS = ('0x0027', '0x0056', '0x005e', '0x0062', '0x0063', '0x006f', '0x0076')
 """PCI device ids of TPU chips, from v2 to 7x."""
 _NAME = re.compile(r'--(\w+)(?:=\S*)?')
@@ -62,7 +63,7 @@ class Flags(NamedTuple):
   added: tuple[str, ...] = ()
   """Flags that the program adds, in the form '--name=value'."""
   kept: tuple[str, ...] = ()
-  """Names of flags that the program would add, but that the user's variable sets."""
+  """Names of flags that the program would add if the user had not set them already."""
   reason: str = ''
   """Reason why no flags are added; empty if some are."""
 
@@ -92,9 +93,9 @@ def set_flags(
   happen before JAX starts. A second call changes nothing.
 
   Args:
-    recorded: flags that were added when the run to resume started, which are added again. Flags
-      that are not in `_FLAGS` are ignored. None for a new run.
-    version: version of JAX; by default that of the installed one.
+    recorded: flags that this function added when the run that is now resumed was started. They are
+      added again, except flags that are not in `_FLAGS`. None for a new run.
+    version: version of JAX; if empty, the version of the installed JAX.
   """
   theirs = without_added(environment)
   wanted = _FLAGS[platform].flags if platform in _FLAGS else {}
@@ -114,8 +115,8 @@ def set_flags(
 
 
 def without_added(environment: Mapping[str, str]) -> dict[str, str]:
-  """Returns the variables without the flags that this program has added to them, as for a process
-  with another compiler.
+  """Returns a copy of the environment without the flags that this program has added. The copy suits
+  child processes, whose compilers may not know these flags.
   """
   added, kept = added_flags(environment), dict(environment)
   kept.pop(_ADDED, None)
@@ -127,14 +128,17 @@ def without_added(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def in_force(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-  """Returns all flags in `VARIABLES`, sorted, whoever has set them."""
+  """Returns all flags in `VARIABLES`, sorted: those of the user and those that this program has
+  added.
+  """
   flags = (flag for name in VARIABLES for flag in environment.get(name, '').split())
   return tuple(sorted(flags))
 
 
 def automatic_flags(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-  """Returns those flags in `VARIABLES` that the program sets, or leaves to the user, on some
-  platform. They must be equal on all hosts of a job.
+  """Returns the flags in `VARIABLES`, sorted, whose names are in `_FLAGS` for any platform. They
+  are returned whether the user or this program has set them. They must be equal on all hosts of a
+  job.
   """
   names = {name for of_platform in _FLAGS.values() for name in of_platform.flags}
   return tuple(
