@@ -1,4 +1,4 @@
-"""Files of a run directory that the run's archive has."""
+"""Archives the files that a fresh host needs to resume a run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ _FIXED = (
   'report.html',
   CHOICES,
 )
-"""Patterns of files that are replaced as a whole, if at all."""
+"""Patterns of files that the run never changes in place, so that the archive can use hard links.
+The run either keeps such a file or replaces the whole file.
+"""
 
 
 @contextlib.contextmanager
 def staged(workdir: pathlib.Path, step: int) -> Iterator[Mapping[str, pathlib.Path]]:
-  """Yields the files that a fresh host needs to resume the run from a commit, keyed by their path
-  in the run directory. They do not change during the block.
+  """Yields the files that a fresh host needs to resume the run from the commit at `step`, keyed by
+  their path in the run directory. The files are copies or links that do not change during the
+  block.
 
   Raises UserError if the store is damaged, and OSError if a file cannot be copied.
   """
@@ -65,7 +68,9 @@ def _matches(workdir: pathlib.Path, patterns: tuple[str, ...]) -> list[pathlib.P
 def archiver(
   archive: Archive, workdir: pathlib.Path, checkpoints: Checkpoints
 ) -> Callable[[], Mapping[str, float]]:
-  """Returns a function that archives the newest commit, and returns metrics of it."""
+  """Returns a function that archives the newest commit. The function returns metrics: the duration
+  in seconds, and the number of bytes written.
+  """
 
   def ship() -> Mapping[str, float]:
     steps = checkpoints.steps()

@@ -1,9 +1,10 @@
-"""Values that the program chooses where the configuration says 'auto': data type, scan and what a
-step keeps in memory.
+"""Values that the program chooses for fields that the configuration sets to 'auto': data types,
+whether to scan over layers, and what a training step keeps in memory.
 
 Invariant: a run keeps the values that were chosen at its start. A resumed run reads them from
-config.json. On CPUs, and for small models, the values are always `SMALL`, whatever memory there is,
-unless `learner.memory_bytes` limits it.
+config.json. On CPUs, and for small models, the values are always `SMALL`, regardless of the
+available memory. If `learner.memory_bytes` is set, a memory plan determines the fields in `PLANNED`
+instead.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ SMALL: Mapping[str, Json] = {
 }
 """Values for CPUs and for small models, keyed by the name of the field."""
 _SPARING: Mapping[str, Json] = {'remat': 'full', 'chunks_per_rank': 1, 'offload': False}
-"""Values of `PLANNED` for a large model that is tried, not trained, so that no plan is made."""
+"""Values of the fields in `PLANNED` for a large model if no memory plan is made, because the
+command does not train the model. They need little memory.
+"""
 SMALL_PARAMETERS = 50_000_000
 """Number of parameters below which a model is small. Such a model and its optimizer take less than
 a gigabyte.
@@ -50,16 +53,18 @@ _PATHS = (
   ('stages', '*', 'optimizer', 'offload'),
   ('stages', '*', 'critic', 'optimizer', 'offload'),
 )
-"""Places of the fields that accept 'auto' and always get a value."""
+"""Paths of the configuration's fields that accept 'auto' and always get a value. '*' matches every
+element of a tuple.
+"""
 ATTENTION = 'policy.attention'
-"""Dotted key of the field that gets a value only if 'auto' chooses a fused kernel. Otherwise the
-choice depends on the length of the rows, so it stays 'auto'.
+"""Dotted key of the field that gets a value only if a fused kernel is chosen. Otherwise the choice
+depends on the length of the rows, so the field keeps the value 'auto'.
 """
 
 
 def open_fields(config: Config) -> tuple[str, ...]:
-  """Returns the dotted keys of the fields that are 'auto', except `policy.attention`, for which
-  'auto' may be a choice by length.
+  """Returns the dotted keys of the fields that are 'auto'. `policy.attention` is never included,
+  because it may remain 'auto' (see `ATTENTION`).
   """
   return tuple(
     key for key, value in values_of(to_json(config)).items() if value == AUTO and key != ATTENTION
@@ -75,8 +80,8 @@ def values_of(written: Any) -> dict[str, Json]:
 
 def with_recorded(config: Config, run: pathlib.Path | None) -> Config:
   """Returns the configuration with the values that were chosen when the run in directory `run`
-  started. None stands for a new run. If config.json cannot be read, nothing is changed;
-  `Workdir.adopt` reports the error.
+  started. Returns it unchanged if `run` is None (a new run), or if config.json cannot be read;
+  `Workdir.adopt` reports this error.
   """
   written: dict[str, Json] = {}
   if run is not None:
@@ -93,8 +98,8 @@ def with_sized(
 
   Args:
     platform: platform of the devices that train.
-    spec: architecture of the policy; None if it is not yet known. Then only the values of CPUs are
-      filled in.
+    spec: architecture of the policy; None if it is not yet known. Values are then filled in only
+      on CPUs.
     plans: whether a memory plan will determine the fields that remain open. If False, they get
       values with which large models usually fit.
   """
@@ -112,15 +117,22 @@ def with_sized(
 
 
 def with_named(config: Config, values: Mapping[str, Json]) -> Config:
-  """Returns the configuration in which each 'auto' field has the value of its name, if `values` has
-  one.
+  """Returns the configuration with values for its 'auto' fields.
+
+  Args:
+    values: values keyed by field name, such as 'remat'. Fields without a value stay 'auto'.
   """
   names = {key: key.rpartition('.')[2] for key in open_fields(config)}
   return with_values(config, {key: values[name] for key, name in names.items() if name in values})
 
 
 def with_values(config: Config, values: Mapping[str, Json]) -> Config:
-  """Returns the configuration in which 'auto' fields have the values given by dotted key."""
+  """Returns the configuration with values for its 'auto' fields.
+
+  Args:
+    values: values keyed by dotted key, such as 'policy.remat'. Values for fields that are not
+      'auto' are ignored.
+  """
   written = to_json(config)
   chosen = {
     key: values[key]
@@ -135,8 +147,9 @@ def with_values(config: Config, values: Mapping[str, Json]) -> Config:
     for parent in parents:
       place = place[int(parent) if isinstance(place, list) else parent]
     place[name] = value
-  # Parsing checks the values, which may come from a file. Everything else stays as it is: in JSON,
-  # tuples in options of parts become lists.
+  # Parse the configuration to check the values, which may come from a file. Take only these values
+  # from the parsed configuration, because the conversion to JSON turns tuples in options into
+  # lists.
   checked = from_json(json.loads(json.dumps(written)), Config)
   for key in chosen:
     path = key.split('.')
@@ -145,14 +158,18 @@ def with_values(config: Config, values: Mapping[str, Json]) -> Config:
 
 
 def _value_at(node: Any, path: Sequence[str]) -> Any:
-  """Returns a part of a configuration. Names select fields, and numbers elements of tuples."""
+  """Returns the value at `path` in a configuration. Names in the path select fields, and numbers
+  select elements of tuples.
+  """
   for name in path:
     node = node[int(name)] if isinstance(node, tuple) else getattr(node, name)
   return node
 
 
 def _with_value(node: Any, path: Sequence[str], value: Any) -> Any:
-  """Returns a part of a configuration in which the value at `path` is replaced."""
+  """Returns a copy of `node`, a configuration or a part of one, in which `value` replaces the value
+  at `path`.
+  """
   if not path:
     return value
   name, *rest = path
@@ -163,12 +180,16 @@ def _with_value(node: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def parameters(spec: ModelSpec) -> int:
-  """Returns the number of parameters in kernels and embeddings, which is nearly all of them."""
+  """Returns the number of a model's parameters in kernels and embeddings. These are nearly all
+  parameters of the model.
+  """
   return matmul_params(spec) + (0 if is_tied(spec) else spec.vocab_size * spec.hidden_size)
 
 
 def _fields(written: Any) -> Iterator[tuple[tuple[str | int, ...], Json]]:
-  """Yields (path, value) of the fields in `_PATHS` that a configuration, as JSON, has."""
+  """Yields (path, value) for each field that accepts 'auto' (`_PATHS` and `ATTENTION`) in a
+  configuration that is given as JSON.
+  """
 
   def within(node: Any, path: tuple[str, ...], at: tuple[str | int, ...]):
     if not path:

@@ -149,14 +149,14 @@ def _explorer_config(setup: Setup, stage: Stage, stage_config: StageConfig) -> E
 
 
 def _demonstrations(setup: Setup, stage: Stage, source: Rollouts) -> StreamBatches:
-  """Returns the demonstrations that join each batch of rollouts."""
+  """Builds the source of the demonstrations that are added to each batch of rollouts."""
   file = demonstrations_file(stage.name)
   stream = RowStream(setup.workdir, file, rows=source.expert_rows, seed=setup.config.seed)
   return StreamBatches(stream, events=setup.process.events)
 
 
 def _bounds(setup: Setup, prepared: Prepared) -> Bounds:
-  """Returns the limits of the run's sequences."""
+  """Returns the limits on the run's sequences: vocabulary size and maximum length."""
   longest = setup.config.rollout.max_length
   return Bounds(vocab_size=prepared.spec.vocab_size, max_length=longest)
 

@@ -198,7 +198,7 @@ class _Rules:
       if self._spans.get(stage.name, (step, step))[0] < step
       for name in (*trained_tasksets(stage), *_static(stage))
     }
-    """Names of the tasksets, preferences and examples on which stages have begun to train."""
+    """Names of the tasksets, preferences and examples of the stages that began before `step`."""
     self._free = (*MAY_CHANGE, *new.rollout.engine_may_change())
     self._trained = {name for stage in new.stages for name in trained_tasksets(stage)} | {
       source.source.removeprefix('taskset:') for source in new.preferences
@@ -345,8 +345,8 @@ class _Rules:
     Args:
       field: path of the changed field, such as 'optimizer.peak_lr', within the configuration (for
         example of a stage) that has the field `optimizer`.
-      inherited: optimizer settings that apply if `optimizer` is None: those before and those after
-        the change.
+      inherited: two elements, the optimizer settings that apply before and after the change if
+        `optimizer` is None.
     """
     if field != 'optimizer':
       return field.removeprefix('optimizer.') in OF_OPTIMIZERS

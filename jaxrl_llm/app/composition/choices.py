@@ -1,5 +1,6 @@
-"""Automatic choices of a run that are not values of its configuration: flags of the compiler, and
-the memory plans among which it has chosen. They are written beside config.json.
+"""Automatic choices of a run that its configuration does not contain: flags of the compiler, and
+the memory plans from which the run chose one. They are written to choices.json in the run
+directory.
 
 Invariant: the file is written once, when the run starts. A resumed run uses the same flags.
 """
@@ -20,8 +21,8 @@ FILE = 'choices.json'
 
 
 def recorded_flags(run: pathlib.Path) -> tuple[str, ...] | None:
-  """Returns the flags that the program added when the run in directory `run` started. None if there
-  is no such run, it has no commit, or an earlier version started it.
+  """Returns the compiler flags that the program added when the run in directory `run` started.
+  Returns None if the run has no commit, or no choices.json because an earlier version started it.
 
   Raises:
     UserError: the file is damaged.
@@ -46,7 +47,7 @@ def write_choices(run: pathlib.Path, flags: Sequence[str], plans: Json) -> None:
 
   Args:
     flags: flags of the compiler that the program has added.
-    plans: memory plans, as in `Search.to_json`; None if nothing was planned.
+    plans: memory plans, as returned by `Search.to_json`; None if no memory plan was made.
   """
   content = {'compiler_flags': list(flags), 'memory_plans': plans}
   write_durably(run / FILE, json.dumps(content, indent=1))

@@ -57,8 +57,8 @@ def settle(
 
 def kept_choices(config: Config, run: pathlib.Path) -> Config:
   """Returns the configuration with the values that a run without commits has chosen for 'auto'
-  fields, if the run has the same configuration otherwise. A start before the first commit that was
-  killed is then repeated with the same choices.
+  fields, if the run has the same configuration otherwise; else returns it unchanged. Thus, if the
+  process was killed before the first commit, the next start makes the same choices.
   """
   filled = with_recorded(config, run)
   return filled if check_configuration(run, filled) == () else config
@@ -69,7 +69,10 @@ def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
   started.
 
   Args:
-    kept: these values, keyed by option.
+    kept: values that were chosen when the run started, keyed by option name.
+
+  Raises:
+    UserError: a value is unknown, because an earlier version started the run.
   """
   if scorer.implementation not in CHOOSERS:
     return scorer
@@ -84,8 +87,9 @@ def _resumed(scorer: ScorerConfig, kept: Mapping[str, Any]) -> ScorerConfig:
 
 
 def _kept(run: pathlib.Path) -> dict[str, Mapping[str, Any]]:
-  """Returns a run's values of the scorer options in `CHOSEN`, keyed by scorer name. The result is
-  empty if config.json cannot be read; `Workdir.adopt` reports this error.
+  """Returns a run's values of the scorer options in `CHOSEN`, keyed by scorer name and then by
+  option name. The result is empty if config.json cannot be read; `Workdir.adopt` reports this
+  error.
   """
   with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
     written = parse_json((run / 'config.json').read_text())

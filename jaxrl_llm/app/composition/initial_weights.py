@@ -26,8 +26,8 @@ def base_of(config: Config) -> str | None:
 
 
 def model_directory(source: str) -> pathlib.Path:
-  """Resolves a directory, hub id or run directory to a model directory. For a run, this is its
-  export (`hf/`).
+  """Resolves a directory, hub id or run directory to a model directory. The model directory of a
+  run is the run's export (`hf/`). Raises UserError if the run is unfinished.
   """
   directory = resolve(source)
   if (directory / 'hf' / 'config.json').exists():

@@ -19,7 +19,8 @@ def lock(path: pathlib.Path, *, named: pathlib.Path) -> TextIO:
   returned file is closed or the process ends.
 
   Args:
-    named: path of the directory in error messages.
+    named: path that error messages give for the directory. It differs from `path` while a branch is
+      built under a temporary name.
 
   Raises:
     WorkdirInUse: another process holds the lock.

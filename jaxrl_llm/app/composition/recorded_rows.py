@@ -34,11 +34,12 @@ def copy_recorded(
   tokenizer: Tokenizer,
   workdir: pathlib.Path,
 ) -> None:
-  """Copies the groups whose tasks are in the stage's tasksets. Does nothing if their file exists.
+  """Copies the groups whose tasks are in the stage's tasksets to the stage's file of static rows.
+  Does nothing if this file exists.
 
   Args:
     stage: stage whose source is `Recorded`.
-    longest: maximum length of a sequence in tokens; groups with longer ones are left out.
+    longest: maximum length of a sequence in tokens; groups with a longer sequence are left out.
     max_steps: maximum number of steps of a trajectory.
 
   Raises:
@@ -98,10 +99,12 @@ class RecordedConfig(NamedTuple):
   """Parts of another run's configuration that are needed to interpret its rollouts."""
 
   checkpoint: str | None
-  """`policy.init_from`; None for random weights."""
+  """Checkpoint from which the policy began (`policy.init_from`); None for random weights."""
   rewards: RewardsConfig
   weights: Mapping[str, Mapping[str, float] | None]
-  """Weights of the scorers in each stage (`Rollouts.rewards`), keyed by stage."""
+  """Weights of the scorers in each stage (`Rollouts.rewards`), keyed by stage name and then by
+  scorer name. None for a stage that sets no weights.
+  """
 
   def rewards_of(self, stage: str) -> RewardsConfig:
     return self.rewards.weighted(self.weights.get(stage))
@@ -130,8 +133,13 @@ def recorded_config(where: str, run: pathlib.Path) -> RecordedConfig:
 def check_same_tokenizer(
   where: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer
 ) -> None:
-  """Raises UserError if the recorded run has another vocabulary, so that its token ids have other
-  meanings. The message begins with `where`.
+  """Raises UserError if the vocabulary of `tokenizer` differs from that of a recorded run, so that
+  the same token ids have different meanings. The message begins with `where`.
+
+  Args:
+    run: directory of the recorded run.
+    directory: directory with the tokenizer of the recorded run.
+    tokenizer: tokenizer of the policy that will be trained on the recorded rollouts.
   """
   if Tokenizer.from_directory(directory).vocabulary != tokenizer.vocabulary:
     raise UserError(

@@ -112,7 +112,8 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
 
 
 def _open_shared(setup: Setup, prepared: Prepared, store: ReplayStore, step: int) -> None:
-  """Writes the step at which this run continues, for the run that trains on its rollouts.
+  """Writes the opening of this start of the run, such as the step at which it continues. Another
+  run, which trains on the rollouts of this run, reads the opening.
 
   Does nothing if no stage generates rollouts for another run.
   """
@@ -138,8 +139,8 @@ class _Services(NamedTuple):
 
 
 def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Services) -> Logs:
-  """Opens the logs as of the commit, builds the sources of batches, and restores the position in
-  the data.
+  """Opens the logs, without entries that are later than the commit. Also builds the sources of
+  batches, and restores the position in the data.
   """
   config, workdir, stages, events = setup.config, setup.workdir, setup.stages, setup.process.events
   workflow, scorers = services.rollouts.workflow, services.scorers
@@ -203,7 +204,9 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
 
 
 def _peak_flops(config: LoggingConfig) -> float | None:
-  """Returns the peak of one device in operations per second; None if it is unknown."""
+  """Returns the peak speed of one device in floating-point operations per second; None if it is
+  unknown.
+  """
   if config.peak_tflops is not None:
     return config.peak_tflops * 1e12
   chip = chip_of(jax.devices()[0].device_kind)

@@ -92,8 +92,8 @@ class TrainerRewardModel(NamedTuple):
   then uses the policy's tokenizer.
   """
   fingerprint: str | None
-  """Fingerprint of the model's files, which commits contain instead of the model. None if a stage
-  trains the model, since its parameters are in a commit.
+  """Fingerprint of the model's files. Commits contain this fingerprint instead of the parameters.
+  None if a stage of the run trains the model, because commits then contain the parameters.
   """
 
   def role(self, *, leads: bool, policy: Tokenizer | None) -> RewardRole:
@@ -118,7 +118,11 @@ class TrainerRewardModel(NamedTuple):
     return read_params(self.model, mesh, self.files.directory, self.files.spec)
 
   def check(self, committed: Mapping[str, Any]) -> None:
-    """Raises UserError if a commit was made with other files of a reward model."""
+    """Raises UserError if the reward model's files have changed since a commit was made.
+
+    Args:
+      committed: host state of the commit.
+    """
     wanted = committed.get('reward_model')
     if self.files is not None and wanted is not None and wanted != self.fingerprint:
       raise UserError(_changed(self.files.directory, self.fingerprint, wanted))
@@ -135,7 +139,8 @@ def build_reward_model(config: Config, mesh: Mesh, policy: Model) -> TrainerRewa
   """Builds the trainer's reward model; None if the run has none.
 
   Args:
-    policy: the run's model. A reward model that a stage trains has its architecture.
+    policy: the run's model. If a stage trains the reward model, the reward model has the same
+      architecture, with one output.
 
   Raises:
     UserError: there is no model, it is not a reward model, or it cannot be read.

@@ -37,7 +37,9 @@ from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 from jaxrl_llm.rewards.scorers.vision import box_iou_scorer, point_scorer
 
 DELAYED = 'delayed'
-"""Name of the scorer whose verdicts arrive later."""
+"""Name of the scorer implementation whose verdicts arrive after the rollout, from people or other
+programs.
+"""
 SCORERS: Mapping[str, Callable[..., AnyScorer]] = {
   'answer': answer_scorer,
   'box_iou': box_iou_scorer,

@@ -46,9 +46,9 @@ def stage_shape(
   """
   source = stage.source
   # Rollouts and expert rows are divided among the minibatches separately. If either number is not
-  # divisible, some minibatches get one more unit (row, or pair of rows), for which there must be
-  # room. Every trajectory may have the maximum number of steps. A batch with fewer rows has fewer
-  # micro-batches of the same shape.
+  # divisible, some minibatches get one more unit (row, or pair of rows), so the shape must have
+  # room for it. Every trajectory may have the maximum number of steps. A batch with fewer rows has
+  # fewer micro-batches of the same shape.
   kinds = config.sequences(stage)
   rows = sum(-(-kind // source.unit // stage.minibatches) * source.unit for kind in kinds)
   chunking = _chunking(stage, config, mesh, options)

@@ -22,7 +22,9 @@ _VLLM_SHARE = 0.9
 
 
 class Shares(NamedTuple):
-  """Reserved shares of the memory of a GPU that the trainer uses, between 0 and 1."""
+  """Shares of a GPU's memory, between 0 and 1, that the trainer and the servers on the trainer's
+  GPUs reserve.
+  """
 
   trainer: float
   """Share that XLA reserves when it starts; 0 if it allocates memory on demand."""
@@ -43,7 +45,9 @@ class Shares(NamedTuple):
 
 
 def shares(config: Config, environ: Mapping[str, str] = os.environ) -> Shares | None:
-  """Returns the reserved shares on a machine with GPUs; None if the run starts no servers."""
+  """Returns the shares of a GPU's memory that the trainer and the run's own servers reserve on a
+  machine with GPUs; None if the run starts no servers.
+  """
   vllm = config.rollout.vllm_servers
   if vllm is None or vllm.attached:
     return None
@@ -73,7 +77,7 @@ def use_releasing_allocator(config: Config, environ: MutableMapping[str, str] = 
 
 def check_allocator(config: Config, platform: str, environ: Mapping[str, str] = os.environ) -> None:
   """Raises UserError if servers cannot use the memory that the trainer frees on shared GPUs, or if
-  that memory is too small for them.
+  the trainer and the servers reserve more than the memory of a GPU.
 
   Args:
     platform: platform of the trainer's devices.

@@ -43,7 +43,7 @@ from jaxrl_llm.parallel.rules import parts
 from jaxrl_llm.rollout.workflow import WorkflowConfig
 
 Head = Literal['lm', 'scalar']
-"""Head of the model that a stage trains: that of a policy, or of a reward model."""
+"""Output head of the model that a stage trains: 'lm' for a policy, 'scalar' for a reward model."""
 
 
 def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
@@ -59,8 +59,8 @@ def build_algorithm(config: AlgorithmConfig, setting: Setting) -> Algorithm:
 def build_processors(
   configs: Sequence[ProcessorConfig],
 ) -> tuple[tuple[str, Processor | ModelProcessor], ...]:
-  """Builds processors from the catalogue, or user-defined ones. The latter are pairs of an options
-  dataclass and a function of the options.
+  """Builds the processors of a stage's groups: processors from the catalogue, or user-defined ones,
+  which are pairs of an options dataclass and a function of the options.
 
   Returns:
     (name, processor) pairs.
@@ -342,8 +342,9 @@ def _check_processors(stage: str, source: Rollouts, config: Config) -> None:
 
 
 def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -> None:
-  """Raises UserError if the reference would always equal the policy, or cannot be updated as
-  configured.
+  """Raises UserError if the stage's reference model would always equal the policy, or cannot be
+  updated as configured. For the algorithm 'opmd', a reference that always equals the policy causes
+  only a warning.
   """
   where, rule = f'stages.{stage.name}', algorithm.reference
   if 'reference' not in algorithm.reads:
@@ -383,15 +384,17 @@ def _heads(config: Config) -> dict[str, Head]:
 
 
 def _head_of_run(heads: Mapping[str, Head]) -> Head:
-  """Returns the head of the run's model, given those of its stages: that of a policy if any stage
-  trains one.
+  """Returns the head of the run's model: 'lm' if any stage trains a policy, else 'scalar'.
+
+  Args:
+    heads: head of the model that each stage trains, keyed by stage name.
   """
   return 'lm' if 'lm' in heads.values() else 'scalar'
 
 
 def reward_stages(config: Config) -> frozenset[str]:
-  """Returns the names of the stages that train a reward model. The result is empty if the run
-  trains no policy.
+  """Returns the names of the stages that train a reward model for later stages of the same run. The
+  result is empty unless `reward_model.init_from` names a stage ('stage:NAME').
   """
   if config.reward_model is None or config.reward_model.stage is None:
     return frozenset()

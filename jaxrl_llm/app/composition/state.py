@@ -91,8 +91,8 @@ def _awaited(config: Config, stages: Sequence[Stage], step: int) -> set[str]:
 
 
 def _awaited_as_reward_model(config: Config, stages: Sequence[Stage], step: int) -> set[str]:
-  """Returns the name of the stage that trains the reward model, as a set. The set is empty if the
-  run has left all stages that are scored with this model, or if it is read from files.
+  """Returns a set with the name of the stage that trains the reward model. The set is empty if the
+  reward model is read from files, or if all stages whose rollouts it scores ended before `step`.
   """
   trained = config.reward_model.stage if config.reward_model is not None else None
   scored = any(
@@ -104,8 +104,8 @@ def _awaited_as_reward_model(config: Config, stages: Sequence[Stage], step: int)
 
 
 def first_suite(config: Config) -> Json:
-  """Returns the first suite with its taskset, as JSON; None if there is none. The accuracy on this
-  suite decides which evaluation is the best.
+  """Returns the first evaluation suite and its taskset, as JSON; None if the run has no suite. The
+  accuracy on the first suite decides which evaluation is the best.
   """
   if not config.evaluation:
     return None
@@ -119,8 +119,8 @@ def committed_bests(
 ) -> dict[str, tuple[float, int]]:
   """Returns `LoopState.bests` as of a commit.
 
-  If the first suite has changed since, an unfinished stage has no best evaluation yet, because its
-  later accuracies cannot be compared with the earlier ones.
+  If the first suite has changed since the commit, the result contains only stages that have ended.
+  In other stages, later accuracies cannot be compared with the earlier ones.
 
   Args:
     committed: host state of the commit.
@@ -380,7 +380,8 @@ def base_digest(base: Params, mesh: Mesh) -> str:
   whole = flatten(base)
   hashers = {name: xxhash.xxh3_128() for name in sorted(whole)}
   for name, array in Gatherer(mesh).leaves(base):
-    # The bytes of a stack of layers are those of its layers in order.
+    # The layers of a stack arrive one at a time, in order. Together, their bytes are those of the
+    # stack.
     hasher = hashers[name if name in whole else stacked_name(name)]
     hasher.update(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
   digests = xxhash.xxh3_128()
@@ -406,7 +407,9 @@ def check_base(digest: str | None, committed: Mapping[str, Any], config: Config)
 def restore_state(
   stage: Stage, step: int, checkpoints: Checkpoints, model: Model, mesh: Mesh
 ) -> LoopState:
-  """Restores the state committed at `step`, which is a step of `stage`, without the frozen base."""
+  """Restores the state committed at `step`, which is a step of `stage`. The result lacks the frozen
+  base parameters.
+  """
   arrays = checkpoints.restore(step, committed_like(stage, model, mesh))
   host = checkpoints.host(step)
   if host.get('reset_optimizer', False):

@@ -76,8 +76,9 @@ def write_demonstrations(
   workdir: pathlib.Path,
   longest: int,
 ) -> None:
-  """Writes demonstrations of at most `longest` tokens as samples. Raises UserError if there are
-  fewer than `batch`.
+  """Writes the demonstrations of at most `longest` tokens to the stage's file of static rows, as
+  samples. Does nothing if the file exists. Raises UserError if there are fewer than `batch` such
+  demonstrations.
   """
   file, names = demonstrations_file(stage), config.tasksets
   path = workdir / file
@@ -128,8 +129,9 @@ def write_pairs(
 def write_examples(
   examples: ExampleSet, tokenizer: Tokenizer, spec: ModelSpec, workdir: pathlib.Path, longest: int
 ) -> None:
-  """Writes the examples as samples of at most `longest` tokens. The setting
-  `examples.config.too_long` determines what happens to longer examples.
+  """Writes the examples to a file in the run directory, as samples of at most `longest` tokens.
+  `examples.config.too_long` determines whether a longer example is truncated, split, skipped or
+  refused.
   """
   path = workdir / examples_file(examples.config.name)
   if path.exists():

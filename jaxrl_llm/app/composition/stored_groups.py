@@ -33,7 +33,7 @@ class StoredGroups:
   """
   tokenizer: Tokenizer
   longest: int
-  """Maximum length of a sequence in tokens. Groups with longer ones are left out."""
+  """Maximum length of a sequence in tokens. Groups with a longer sequence are left out."""
   max_steps: int = 1
   """Maximum number of steps of a trajectory."""
   is_own: bool = False

@@ -32,8 +32,8 @@ def write_own(
   tokenizer: Tokenizer,
   workdir: pathlib.Path,
 ) -> None:
-  """Writes the rows of a stage that learns from this run's own rollouts (`Stored`). Does nothing if
-  their file exists.
+  """Writes the rows of a stage that learns from this run's own rollouts (`Stored`) to the stage's
+  file of static rows. Does nothing if this file exists.
 
   Raises:
     UserError: the stored rollouts do not fit the stage, or none is selected.
@@ -57,11 +57,11 @@ def write_others(
   tokenizer: Tokenizer,
   workdir: pathlib.Path,
 ) -> None:
-  """Writes the rows of a stage that learns from another run's rollouts (`Stored.run`). Does nothing
-  if their file exists.
+  """Writes the rows of a stage that learns from another run's rollouts (`Stored.run`) to the
+  stage's file of static rows. Does nothing if this file exists.
 
   Args:
-    longest: maximum length of a sequence in tokens; groups with longer ones are left out.
+    longest: maximum length of a sequence in tokens; groups with a longer sequence are left out.
 
   Raises:
     UserError: the other run does not fit this one, or no rollout is selected.
@@ -113,8 +113,8 @@ def _write(stage: StageConfig, groups: StoredGroups, workdir: pathlib.Path) -> N
 
 
 def selected_rows(selection: SelectionConfig, group: list[Experience]) -> Iterator[Sample]:
-  """Yields the selected samples of a group as static rows. The two sides of a pair follow each
-  other.
+  """Yields the selected samples of a group as static rows. The two samples of a preference pair are
+  adjacent.
   """
   scorable = [member for member in group if member.reward.value is not None]
   for choice in choose(selection, scorable):

@@ -42,8 +42,8 @@ _MAX_BYTES = 1 << 16
 
 
 class FollowedVersions:
-  """Exported versions from which this run took the weights of its attempts, in one file per
-  attempt.
+  """Records of the exported versions from which this run took its weights. Each attempt of this run
+  has one file.
   """
 
   def __init__(self, store: pathlib.Path):

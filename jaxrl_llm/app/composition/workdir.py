@@ -153,8 +153,8 @@ class Workdir:
     else:
       last = entries[-1]
       if last.parent is not None and last.step == commit + 1 and not last.machine:
-        # At the beginning of a branch, its entry already exists, because it was made when the
-        # commit was taken over.
+        # The branch already has an entry for its first step, written when the branch took over the
+        # commit. That entry lacks the numbers of devices and processes.
         moved = history.machine_changes(committed_by, machine)
         last = dataclasses.replace(last, machine=machine, changes=last.changes + moved)
         entries = (*entries[:-1], last)
