@@ -1,8 +1,8 @@
 """Automatic choices of a run, on which its processes agree before any work on the devices.
 
-Process 0 chooses what needs no compiler. All processes compile each memory plan, because some
-compilers need all of them, and report its memory. A process that cannot take a choice is named in
-the error, which all processes raise.
+Process 0 makes the choices that need no compiler. All processes compile each memory plan, because
+some compilers need all of them, and report its memory. If a process cannot use a choice, all
+processes raise an error that names this process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def agreed(
 
   Raises:
     UserError: no memory plan fits a device.
-    RunError: a process cannot use a choice; the message names it.
+    RunError: a process cannot use a choice; the message names the process.
   """
   config = await _with_kernel(config, target.mesh, coordinator)
   if not open_fields(config):
@@ -81,7 +81,9 @@ def _measured(config: Config, plan: Plan, target: Target, limit: int) -> Json:
 
 
 def _worst(plan: Plan, reports: Sequence[Any]) -> Fit:
-  """Returns the largest memory of a plan among the reports of the processes."""
+  """Returns the largest memory of a plan among the reports of the processes. Raises RunError if a
+  process could not compile the plan.
+  """
   for process, report in enumerate(reports):
     if 'error' in report:
       raise _rejected(process, report['host'], f'cannot compile the memory plan ({plan})', report)
@@ -90,8 +92,10 @@ def _worst(plan: Plan, reports: Sequence[Any]) -> Fit:
 
 
 async def _with_kernel(config: Config, mesh: Mesh, coordinator: Coordinator) -> Config:
-  """Returns the configuration with the attention kernel that process 0 has chosen, if it has chosen
-  one, after checking that all processes can use it and have the same flags of the compiler.
+  """Returns the configuration with the fused attention kernel that process 0 has chosen. If process
+  0 has chosen no fused kernel, the field keeps its value.
+
+  Raises RunError if a process chooses another kernel, cannot use one, or has other compiler flags.
   """
   mine: dict[str, Json] = {'host': socket.gethostname(), 'flags': list(automatic_flags(os.environ))}
   try:

@@ -176,7 +176,9 @@ class _SetUp(NamedTuple):
   """Results of process 0's set-up, before any work on the devices."""
 
   config: Config
-  """The configuration after `settle` has chosen values for scorer options that were left open."""
+  """The configuration with values for the scorer options that it left open, and for the 'auto'
+  fields that need no memory plan.
+  """
   prepared: Prepared
   registry: Registry | None
   changed: tuple[Change, ...]
@@ -185,7 +187,7 @@ class _SetUp(NamedTuple):
   """Commit from which a new branch starts; None for other runs."""
   archive: Archive | None
   facts: Json
-  """The fields of `_Facts`, to be broadcast."""
+  """Values of the fields of `_Facts`, keyed by name, to be broadcast to all processes."""
 
 
 async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp:
@@ -265,8 +267,10 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
 async def _agree(
   config: Config, path: pathlib.Path, launch: _Launch
 ) -> tuple[_SetUp | None, _Facts]:
-  """Sets process 0 up, and returns its facts in every process. The other processes have no
-  `_SetUp`.
+  """Sets up process 0 and broadcasts the facts that it determines.
+
+  Returns:
+    (results of the set-up, which are None in all processes except process 0; facts).
   """
   ready: _SetUp | None = None
 
@@ -283,11 +287,11 @@ async def _agree(
 async def _build(
   config: Config, path: pathlib.Path, launch: _Launch, ready: _SetUp | None, facts: _Facts
 ) -> tuple[Setup, Search | None]:
-  """Builds what every process needs before it reads weights. Process 0 prints the memory that the
-  models take, and opens the event log.
+  """Builds the parts that every process needs before it reads weights. Process 0 prints the memory
+  of each role, and opens the event log.
 
   Returns:
-    The parts, and the search for a memory plan, or None if no plan was needed.
+    (built parts; search for a memory plan, or None if no search was needed).
   """
   device, coordinator = launch.device, launch.coordinator
   config = ready.config if ready else with_values(config, facts.automatic)
@@ -383,7 +387,7 @@ async def _complete(setup: Setup, prepared: Prepared | None, learned: Learned) -
   if prepared is not None:
     await asyncio.to_thread(_finish, config, path, cards)
   if setup.archive is not None:
-    # The newest commit again, now with the exported models and the report.
+    # Archive the newest commit again, now with the exported models and the report.
     await asyncio.to_thread(archiver(setup.archive, path, setup.checkpoints))
 
 
@@ -484,7 +488,9 @@ def _facts(value: Any) -> _Facts:
 
 
 def _engine_bytes(config: Config, path: pathlib.Path, prepared: Prepared) -> int:
-  """Returns the memory of the engine on the device on which it runs."""
+  """Returns the number of bytes that the engine needs on the device on which it runs; 0 if the run
+  generates no completions.
+  """
   if not config.generates:
     return 0
   setting = engine_setting(config, path, prepared)

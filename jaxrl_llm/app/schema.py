@@ -71,9 +71,9 @@ class PolicyConfig:
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of the parameters; adapters are always float32."""
   reduce_dtype: Literal['param_dtype', 'bfloat16'] = 'param_dtype'
-  """Data type in which gradients of projections and MLPs are summed over the devices. 'bfloat16'
-  halves what the update sends for them if parameters are float32, and rounds each device's part
-  once. Micro-batches are always added in `param_dtype`.
+  """Data type in which gradients of projections and MLPs are summed over the devices. If parameters
+  are float32, 'bfloat16' halves the bytes that devices exchange for these gradients, and rounds
+  each device's part of the sum once. Micro-batches are always added in `param_dtype`.
   """
   scan_layers: bool | Literal['auto'] = 'auto'
   """Whether all layers are computed by a scan of one compiled layer. This compiles faster, but runs
@@ -83,7 +83,7 @@ class PolicyConfig:
   remat: Literal['auto', 'none', 'full', 'dots', 'offload'] = 'auto'
   """Rematerialization: 'none' keeps all activations for the backward pass; the other values keep
   some activations of each layer and recompute the rest (see `ModelOptions.remat`). On a CPU, they
-  save memory only with `scan_layers`. 'auto' takes part in the memory plan
+  save memory only with `scan_layers`. With 'auto', the memory plan chooses the value
   (`learner.memory_bytes`).
   """
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
@@ -165,14 +165,16 @@ class LearnerConfig:
   into a chunk. A micro-batch then has fewer chunks, but not more tokens.
   """
   chunks_per_rank: int | Literal['auto'] = 'auto'
-  """Number of chunks that each data-parallel rank has in a micro-batch; with fewer, gradients are
-  accumulated over more micro-batches. 'auto' takes part in the memory plan (`memory_bytes`).
+  """Number of chunks that each data-parallel rank has in a micro-batch. With fewer chunks,
+  gradients are accumulated over more micro-batches. With 'auto', the memory plan chooses the number
+  (`memory_bytes`).
   """
   memory_bytes: int | None = None
-  """Memory of a device in bytes that the memory plan may use. The plan is the fastest one that
-  fits, for all of `policy.remat`, `chunks_per_rank` and `optimizer.offload` that are 'auto'. If
-  None, it is the device's memory, and on CPUs and for models of fewer than 50 million parameters no
-  plan is made: 'auto' then means no rematerialization, 8 chunks, and moments on the devices.
+  """Memory of a device in bytes that the memory plan may use. The memory plan chooses the fastest
+  values that fit for those of `policy.remat`, `chunks_per_rank` and `optimizer.offload` that are
+  'auto'. If None, the plan may use the whole memory of the device, but no plan is made on CPUs and
+  for models of fewer than 50 million parameters. There, 'auto' means no rematerialization, 8
+  chunks, and moments on the devices.
   """
   share_prefixes: bool = True
   """Whether a prefix that several sequences of a group or pair have in common, such as their

@@ -114,8 +114,9 @@ class Rollouts:
   response_lengths: tuple[tuple[int, int], ...] = ()
   """Limits of the response length, as pairs (step of the stage, tokens), such as `((0, 8192), (500,
   16384))`. A pair applies to the groups that begin at its step or later, until the next pair
-  applies. The first step is 0. No limit may exceed `rollout.max_response_length`, which limits
-  evaluations, and also groups if the tuple is empty.
+  applies. The first step is 0. No limit may exceed `rollout.max_response_length`. If the tuple is
+  empty, `rollout.max_response_length` is the limit of all groups. It is always the limit in
+  evaluations.
   """
   rewards: Mapping[str, float] | None = None
   """Weights of the scorers that judge the stage's rollouts, keyed by scorer name. Other scorers do
@@ -194,7 +195,7 @@ class Rollouts:
 
   @property
   def _usual(self) -> int:
-    """Maximum number of rollouts in a batch, as opposed to expert rows."""
+    """Maximum number of rollouts in a batch, not counting expert rows."""
     return self.groups * self.selection.most(self.group_size)
 
   def check(self, where: str) -> None:
@@ -434,8 +435,8 @@ class Stored:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Followed:
   """Source of a stage's batches: rollouts that another run generates with exported weights of this
-  one, while this run trains on them. In the other run, a stage with the source `Rollouts` has
-  `rollout_only`, and `follow` names this run.
+  run, while this run trains on them. In the other run, a stage with the source `Rollouts` sets
+  `rollout_only`, and its `follow` names this run.
   """
 
   run: str

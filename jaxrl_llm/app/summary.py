@@ -22,8 +22,8 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
   """Prints the accuracy of each evaluation, answers before and after the last stage, and the paths
   of the results.
 
-  If no earlier stage was evaluated, the answers before the last stage are replaced by those of its
-  first evaluation.
+  If no earlier stage was evaluated, the answers at the first evaluation of the last stage are shown
+  as the answers before it.
   """
   console = Console()
   rows, _ = read_jsonl(workdir / METRICS_FILE)

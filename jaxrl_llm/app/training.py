@@ -82,11 +82,11 @@ def train(
 ) -> TrainResult:
   """Trains in this process and returns when the run ends.
 
-  A run directory with commits is resumed, with `config` as its configuration from then on. The run
-  has its own thread and event loop, so that it also works in a notebook. An interrupt (Ctrl-C)
-  stops it after a commit. Before the training begins, an interrupt raises KeyboardInterrupt
-  instead. In a script, write the import and the call under `if __name__ == '__main__':`, because
-  scorer processes import the script. Start jobs of several processes with `jaxrl train` instead.
+  If `workdir` contains commits, the run is resumed, and uses `config` from then on. The run has its
+  own thread and event loop, so that it also works in a notebook. An interrupt (Ctrl-C) stops the
+  run after a commit. Before the training begins, an interrupt raises KeyboardInterrupt instead. In
+  a script, write the import and the call under `if __name__ == '__main__':`, because scorer
+  processes import the script. Start jobs of several processes with `jaxrl train` instead.
 
   Args:
     branch_from: 'RUN' or 'RUN:STEP': the commit of another run from which a new run starts, by
@@ -110,9 +110,9 @@ def train(
   branch = None if branch_from is None else Branch.parse(branch_from, reset)
   if reset and branch is None:
     raise UserError('train: reset needs branch_from')
-  # Without effect if this process has already used JAX.
+  # The flags have no effect if this process has already used JAX.
   set_flags(platform_here(os.environ), recorded=recorded_flags(path))
-  build_mesh(config.learner.mesh)  # Fails here, before anything is written.
+  build_mesh(config.learner.mesh)  # Rejects an invalid mesh before anything is written.
   if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)
   try:
@@ -146,8 +146,8 @@ def _run_in_a_thread(config: Config, path: pathlib.Path, branch: Branch | None) 
     except BaseException as error:
       ended.set_exception(error)
 
-  # A daemon thread, so that Python does not wait for it at exit. If one of the run's waits exceeds
-  # its time limit, the thread may be stuck forever.
+  # Use a daemon thread, so that Python does not wait for the thread at exit. If one of the run's
+  # waits exceeds its time limit, the thread may be stuck forever.
   thread = threading.Thread(target=lambda: asyncio.run(work()), name='train', daemon=True)
   try:
     thread.start()

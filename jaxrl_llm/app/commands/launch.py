@@ -38,7 +38,7 @@ LAUNCHERS = {
   'slurm': 'jaxrl_llm.app.cluster.slurm',
   'jobset': 'jaxrl_llm.app.cluster.jobset',
 }
-"""Modules with a `LAUNCHER`, keyed by name."""
+"""Names of the modules that define the launchers (`LAUNCHER`), keyed by the launcher's name."""
 _PROGRAM = (sys.executable, '-P', '-m', 'jaxrl_llm')
 """Command that runs `jaxrl`, even if it is not on the PATH."""
 _ACTIONS = ('submit', 'status', 'logs', 'cancel')
@@ -118,7 +118,9 @@ def _act(launcher: Launcher, action: str, job_id: str, options: Any) -> int:
 
 
 def _flags(launcher: Launcher) -> flags.FlagValues:
-  """Returns the flags of the command, of the layout and of the launcher's options."""
+  """Returns the flags of the command. Each field of `Layout` and of the launcher's options has a
+  flag of the same name.
+  """
   values = flags.FlagValues()
   flags.DEFINE_string(
     'workdir', None, 'Run directory; by default runs/<name of the configuration>.',

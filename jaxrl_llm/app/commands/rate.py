@@ -108,7 +108,9 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _check_out(out: pathlib.Path, rows: str) -> None:
-  """Raises UserError, before any request is sent, if `out` cannot be written or is the source."""
+  """Raises UserError, before any request is sent, if `out` cannot be written or is the file of
+  --rows.
+  """
   if out.suffix != '.jsonl':
     raise UserError(f'--out={out}: wanted a file name that ends in .jsonl')
   if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):

@@ -58,7 +58,7 @@ def _main(argv: Sequence[str]) -> int:
   check_alone()
   logging.set_verbosity(-1)
   run = pathlib.Path(FLAGS.workdir)
-  # As in the run, so that the same programs are compiled.
+  # Use the compiler flags of the run, so that the same programs are compiled.
   set_flags(platform_here(os.environ), recorded=recorded_flags(run))
   return script.run_async(_replay(run, FLAGS.step))
 

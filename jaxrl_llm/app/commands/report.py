@@ -24,7 +24,9 @@ flags.DEFINE_string(
 
 
 class _FileOrDefault(flags.Flag):
-  """A flag whose value may be omitted, as with a boolean flag; its value is then 'true'."""
+  """A flag whose value may be omitted, as with a boolean flag. Without a value, the flag has the
+  value 'true'.
+  """
 
   def __init__(self, name: str, text: str):
     super().__init__(flags.ArgumentParser(), flags.ArgumentSerializer(), name, None, text)

@@ -213,7 +213,7 @@ def _state(ledger: Ledger):
 
 
 def _numbers(entries: Sequence[LedgerEntry]) -> Collection[int]:
-  """Returns the numbers of the trials to run."""
+  """Returns the numbers of the trials to run: the number that --trial gives, or all numbers."""
   numbers = [entry.number for entry in entries]
   if FLAGS.trial is None:
     return numbers

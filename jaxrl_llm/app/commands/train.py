@@ -207,7 +207,7 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
   if has_compiler(chip):
     return
   prefix = pathlib.Path(sys.prefix).resolve()
-  # Look beside this process's environment, and in the current directory.
+  # Look in the directory that contains this process's environment, and in the current directory.
   environments = [folder / AOT_ENVIRONMENT for folder in (prefix.parent, pathlib.Path.cwd())]
   pythons = [env / 'bin' / 'python' for env in environments if env.resolve() != prefix]
   python = next((path for path in pythons if path.exists()), None)
@@ -217,7 +217,8 @@ def _compile_elsewhere(topology: str, *, dry_run: bool) -> None:
       'create it with '
       "'jaxrl install --environment=aot'"
     )
-  # By default libtpu queries the machine for its place in a slice and admits one process at a time.
+  # By default, libtpu queries the machine's position in a TPU slice, and lets only one process use
+  # it at a time. These variables turn off both.
   libtpu = {
     'TPU_SKIP_MDS_QUERY': '1',
     'TPU_WORKER_HOSTNAMES': 'localhost',

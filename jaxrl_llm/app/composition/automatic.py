@@ -39,8 +39,8 @@ SMALL: Mapping[str, Json] = {
 }
 """Values for CPUs and for small models, keyed by the name of the field."""
 _SPARING: Mapping[str, Json] = {'remat': 'full', 'chunks_per_rank': 1, 'offload': False}
-"""Values of the fields in `PLANNED` for a large model if no memory plan is made, because the
-command does not train the model. They need little memory.
+"""Values of the fields in `PLANNED` for a large model if no memory plan is made, for example
+because the memory of the devices is unknown. They need little memory.
 """
 SMALL_PARAMETERS = 50_000_000
 """Number of parameters below which a model is small. Such a model and its optimizer take less than

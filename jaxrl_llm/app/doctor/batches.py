@@ -166,7 +166,8 @@ class StageTrials:
       budget = _MEASURED if last or stage.explores else _PREPARING
       error, policy = None, None
       if stage.algorithm.head != self._setup.model.spec.head:
-        # The stage trains a reward model in place of the policy.
+        # The stage turns the policy's weights into a reward model. Keep a copy of the policy for
+        # later stages.
         params = self._state.learned.policy.params
         policy = await self._setup.process.device.run(copy_params, params)
       try:
@@ -237,8 +238,7 @@ class StageTrials:
       stale = done % stage.publish_every if stage.explores else 0
       if stage.explores and not stale:
         # Mark the weights as changed, so that they are published in full, as they usually are in
-        # the run. Here, updates without signal may have left them unchanged, and unchanged weights
-        # would not be sent.
+        # the run. Otherwise they would not be sent if updates without signal left them unchanged.
         moved = dataclasses.replace(self._state, moved=self._state.step)
         with process.stopwatch.timed('update_weights'):
           await publish(self._publisher, moved)
@@ -531,8 +531,8 @@ def duration(
 
 
 def memory(used: Memory, compilations: Mapping[str, Compilation]) -> Iterator[Finding]:
-  """Compares the peak memory with the memory of a device, or with that of the machine if devices do
-  not report theirs.
+  """Compares the peak memory with the memory of a device. If devices do not report their memory,
+  compares the memory of this process with the machine's memory.
 
   Args:
     compilations: statistics of the compiled update programs, keyed by program.

@@ -29,7 +29,7 @@ _MEASURED = 2000
 """Maximum number of tasks of each taskset whose lengths are measured."""
 _MUCH = 0.1
 """Maximum share of prompts or answers that may exceed a length limit. If more do, the check fails,
-because the run would drop them and train on data other than configured.
+because the run would drop them and thus train on other data than the user expects.
 """
 _NEAR = 0.01
 """Share of near duplicates above which the doctor warns (within a taskset) or reports a failure
@@ -278,7 +278,7 @@ def duplicates(data: Data) -> Iterator[Finding]:
   """Counts duplicates among the tasks of each taskset.
 
   Exact duplicates were dropped when the taskset was loaded. Near duplicates, which differ only in
-  case, spacing or punctuation, are still in it.
+  case, spacing or punctuation, remain in the taskset.
   """
   near, exact, read = {}, 0, 0
   for name in data.used:

@@ -2,12 +2,12 @@
 
 This policy is a single distribution over a few symbols, and so is the reference. Symbols are
 sampled from the policy, and the algorithm's own loss is computed on their logprobs, with advantages
-of zero. Its gradient is taken twice: with the reference, and with the policy itself in place of the
-reference. The difference of the two gradients is the contribution of the reference. A small step
-against this difference must lower the exact KL.
+of zero. The gradient of this loss is computed twice: with the reference, and with the policy itself
+in place of the reference. The difference of the two gradients is the contribution of the reference.
+A small step against this difference must lower the exact KL.
 
-An algorithm may instead subtract a KL penalty from the reward. That is checked on the advantages
-that the algorithm computes for a batch. Both checks work for any algorithm.
+An algorithm may instead subtract a KL penalty from the reward. This penalty is checked on the
+advantages that the algorithm computes for a batch. Both checks work for any algorithm.
 """
 
 from __future__ import annotations

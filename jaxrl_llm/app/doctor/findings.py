@@ -1,4 +1,6 @@
-"""Findings of the doctor. Each is printed as one line, with a remedy where one is needed."""
+"""Findings of the doctor (`jaxrl train --doctor`). Each finding is printed as one line, with a
+remedy if one is needed.
+"""
 
 from __future__ import annotations
 

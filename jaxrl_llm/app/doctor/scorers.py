@@ -88,7 +88,7 @@ async def truths(
   demonstrations.
 
   Args:
-    tasksets: tasks of the run, keyed by taskset.
+    tasksets: tasks of the run, keyed by the name of their taskset.
     scorers: scorer pool of the run, which must have been started.
   """
   rewards = data.config.rewards

@@ -60,7 +60,7 @@ class Compilation:
   collectives: str = ''
   """Collectives of a micro-batch as text; empty without a target chip."""
   overlapped: float | None = None
-  """Share of the bytes of all collectives whose transfer can run beside a matrix product
+  """Share of the bytes of all collectives that can be transferred during a matrix product
   (`collectives.Traffic.overlapped`); None if there are no collectives, or without a target chip.
   """
   flops: int = 0

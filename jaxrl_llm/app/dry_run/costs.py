@@ -1,8 +1,8 @@
 """Cost model that orders memory plans by speed: the seconds of an update, from operations, bytes
 between devices, and bytes to and from the host.
 
-The three parts are added, as if none ran beside another. The result is meant for comparing plans of
-the same stages on the same devices, not for predicting times.
+The three parts are added, as if they did not overlap in time. The result is meant for comparing
+plans of the same stages on the same devices, not for predicting times.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _UNKNOWN = Chip('cuda', 0, 1e12, 10e9, 10e9)
 
 
 class Cost(NamedTuple):
-  """Seconds of one update, by what they are spent on."""
+  """Seconds that one update spends on each kind of work."""
 
   compute: float
-  """Operations of the model's arithmetic and of recomputation."""
+  """Seconds of the model's arithmetic, including recomputation."""
   exchange: float
-  """Gathers of weights and sums of gradients among devices."""
+  """Seconds of gathering weights and summing gradients across devices."""
   host: float
-  """Transfers of moments and activations to and from host memory."""
+  """Seconds of transferring moments and activations to and from host memory."""
 
   @property
   def seconds(self) -> float:
@@ -44,8 +44,8 @@ class Cost(NamedTuple):
 
 
 def update_cost(stages: Sequence[Stage], model: Model, mesh: Mesh, chip: str | None) -> Cost:
-  """Returns the mean cost of the policy's updates in `stages`, if every micro-batch of an update is
-  in use.
+  """Returns the mean cost of a policy update over all updates of `stages`, if every micro-batch of
+  an update is in use.
 
   Args:
     chip: kind of the target devices; None for the devices of the mesh.
@@ -71,7 +71,7 @@ def _cost(stage: Stage, model: Model, mesh: Mesh, rates: Chip) -> Cost:
   head = 2 * head_size(spec) * spec.hidden_size * tokens
   recomputed = {
     'none': 0,
-    'dots': forward(pairs) - forward(0),  # Only attention's products.
+    'dots': forward(pairs) - forward(0),  # Only the matrix products of attention.
     'full': forward(pairs) - head,
     'offload': forward(pairs) - head,
   }[options.remat]

@@ -1,9 +1,10 @@
 """Memory plans: the values of `remat`, `chunks_per_rank` and `optimizer.offload` with which the
 programs of a run fit a device, according to the compiler.
 
-Plans are tried in the order of their cost (`costs`), and the first one that fits is taken. Since a
-plan that keeps more activations, has larger micro-batches or keeps the moments on the device needs
-more memory, plans that exceed one that does not fit are skipped.
+Plans are tried in the order of their cost (`costs`), and the first one that fits is taken. A plan
+needs more memory if it keeps more activations, has larger micro-batches or keeps the moments on the
+device. If a plan does not fit, plans that need at least as much memory in each of these respects
+are skipped.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _ARGUMENTS = {
   'critic update': ('critic', 'critic optimizer', 'gradients'),
   'values': ('critic', 'gradients'),
 }
-"""Roles that are arguments or temporaries of each program, or do not exist while it runs. All
-others take memory beside it.
+"""Roles whose memory is not added to that of a program, keyed by program. They are arguments or
+temporaries of the program, or do not exist while it runs. Every other role takes additional memory.
 """
 
 
@@ -58,7 +59,9 @@ class Plan(NamedTuple):
 
   @property
   def levels(self) -> tuple[int, ...]:
-    """Numbers that grow with the memory that each value needs."""
+    """Memory levels of `remat`, `chunks_per_rank` and `offload`, in this order. A value with a
+    higher level needs more memory.
+    """
     remat, offload = self.values.get('remat', 'none'), self.values.get('offload', False)
     return _REMAT.index(remat), int(self.values.get('chunks_per_rank', 1)), not offload
 
@@ -75,8 +78,8 @@ class Fit(NamedTuple):
   """Memory of the programs of a plan."""
 
   needed: int
-  """Bytes on a device of the largest program, with the arrays that exist beside it; 0 if the
-  compiler gave no number.
+  """Bytes that the largest program needs on a device, including arrays of other roles that exist
+  while it runs; 0 if the compiler gave no number.
   """
   excess: str = ''
   """Program that does not fit, and the reason; empty if all fit."""
@@ -90,7 +93,7 @@ class Fit(NamedTuple):
 
 
 class Target(NamedTuple):
-  """What plans are made for: the devices, the model and the data."""
+  """Devices, model and data for which memory plans are made."""
 
   mesh: Mesh
   chip: str | None
@@ -143,7 +146,7 @@ class Search:
     self.chosen: Plan | None = None
 
   def next(self) -> Plan | None:
-    """Returns the next plan to measure; None if one fits.
+    """Returns the next plan to measure; None if a plan that fits has been found.
 
     Raises:
       UserError: no plan fits.
@@ -168,7 +171,7 @@ class Search:
     ]
 
   def report(self, plan: Plan, fit: Fit) -> None:
-    """Takes the memory of a plan. The first one that fits is chosen."""
+    """Records the measured memory of a plan. The first plan that fits is chosen."""
     self.tried.append((plan, fit))
     if not fit.excess and self.chosen is None:
       self.chosen = plan
@@ -251,10 +254,12 @@ def measure(
 
 
 def _plans(config: Config, target: Target) -> list[Plan]:
-  """Returns the plans for the open fields, sorted by their cost. If several have equal costs, those
-  with more memory come first. Plans whose batches have the same shapes are listed once, and plans
-  for which another one is faster with less memory, such as a micro-batch larger than the batch, are
-  left out.
+  """Returns the plans for the open fields, sorted by their cost. Of plans with equal costs, those
+  that need more memory come first.
+
+  Of plans that differ only in `chunks_per_rank` and have batches of the same shapes, only one is
+  returned. A plan is also left out if another plan is faster and needs no more memory, for example
+  if its micro-batches are larger than a batch.
   """
   is_open = {key.rpartition('.')[2] for key in open_fields(config)}
   on_cpu = target.chip is None and target.mesh.devices.flat[0].platform == 'cpu'

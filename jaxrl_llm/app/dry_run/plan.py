@@ -51,7 +51,9 @@ class RunPlan:
   """A validated configuration with the numbers that follow from it, such as memory and shapes."""
 
   config: Config
-  """The configuration with every open option filled in."""
+  """The configuration with values for the options that it leaves open. `plan` leaves 'auto' in the
+  fields that need a memory plan; `with_memory_plan` fills them in.
+  """
   workdir: pathlib.Path
   chip: str | None
   """Kind of the target devices (a key of `CHIPS`) if a topology is given; None for the devices of
