@@ -83,8 +83,8 @@ def sharded_attention(
 
 
 def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Array:
-  """Runs splash attention over the mesh. The kernel contains a list of blocks to visit. It is
-  passed as a sharded argument, so that each device gets the blocks of its own queries.
+  """Runs splash attention over the mesh. The kernel contains a list of blocks to visit. The kernel
+  is passed as a sharded argument, so that each device gets the blocks of its own queries.
   """
   time, shards = query.shape[1], mesh.shape[SEQUENCE]
   length = splash_length(time, shards=shards)

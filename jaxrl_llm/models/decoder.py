@@ -82,8 +82,8 @@ class UnrolledLayers(nn.Module):
 def scanned_layers(
   spec: ModelSpec, options: ModelOptions, mesh: Mesh | None, *, name: str
 ) -> nn.Module:
-  """Builds a module that scans one layer over stacked parameters. It takes no KV cache, because
-  decoding uses `UnrolledLayers`.
+  """Builds a module that scans one layer over stacked parameters. The module takes no KV cache,
+  because decoding uses `UnrolledLayers`.
   """
   layer = remat_layer(options.remat, in_scan=True)
   scan = nn.scan(
@@ -130,7 +130,7 @@ class Decoder(nn.Module):
     x, cache = layers(spec, options, self.mesh, name='layers')(x, context, cache)
     x = RMSNorm(spec.rms_norm_eps, param_dtype, name='norm')(x)
     if not is_tied(spec):
-      # This call only creates the parameter in `init`. Callers multiply hidden states with it
-      # themselves.
+      # This call only creates the head's parameter in `init`. Callers multiply hidden states by
+      # this parameter themselves.
       table(head_size(spec), name='head')()
     return x.reshape(*tokens.shape, spec.hidden_size), cache

@@ -127,7 +127,7 @@ def tiny(family: str, vocab_size: int, **overrides: Any) -> ModelSpec:
 
   Args:
     family: name in FAMILIES.
-    vocab_size: rows of the embedding.
+    vocab_size: number of rows of the embedding.
     **overrides: values of other fields of ModelSpec, which replace the defaults. `rope_scaling` may
       be a mapping of RopeScaling's fields.
   """

@@ -403,7 +403,7 @@ def _chunk(arrays, i, positions):
 
 
 def _with_chunk(arrays, chunks, i, positions):
-  """Replaces chunk `i` in the arrays. This is the inverse of `_chunk`."""
+  """Returns the arrays with chunk `i` replaced by `chunks`. This is the inverse of `_chunk`."""
 
   def part(x, chunk):
     return chunk.reshape(*x.shape[:2], positions, *x.shape[3:]).astype(x.dtype)

@@ -78,7 +78,9 @@ class _Computation:
   def __init__(self) -> None:
     self.collectives: list[_Collective] = []
     self.fused: list[str] = []
-    """Names of the fusions called here. Their collectives count as part of this computation."""
+    """Names of the fusions that this computation calls. The collectives of these fusions count as
+    part of this computation.
+    """
     self.calls: list[tuple[str, int | None, str | None]] = []
     """Called computations. Each entry is the name, the number of calls (None if not stated), and
     the name of the loop condition (None if the computation is not the body of a loop).
@@ -87,8 +89,8 @@ class _Computation:
     """Result type of each operation, keyed by the operation's name."""
     self.constants: dict[str, int] = {}
     self.products = 0
-    """Number of operations that compute matrix products, themselves or in a called computation. The
-    operations of a compiled program are listed in the order of their execution.
+    """Number of operations parsed so far that compute matrix products, themselves or in a called
+    computation. A compiled program lists its operations in the order of their execution.
     """
     self.started: dict[str, tuple[_Collective, int]] = {}
     """Asynchronous collectives, keyed by the name of the operation that starts them, with the value

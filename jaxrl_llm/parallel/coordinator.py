@@ -45,8 +45,8 @@ class Coordinator:
     """
     Args:
       device: thread that runs all collectives.
-      on_signal: called in process 0 with a signal that any process has reported. It is called again
-        at every later exchange.
+      on_signal: called in process 0 with the number of a signal that any process has reported. It
+        is called again at every later exchange.
       beat_s: seconds between heartbeats while process 0 is busy.
       silence_s: maximum wait in seconds for another process at an exchange. It must exceed the
         longest work between two exchanges, such as the engine's start or compilation.
@@ -83,7 +83,8 @@ class Coordinator:
     return await (self._lead(decision) if self.leads else self._follow())
 
   async def gather(self, value: Json) -> list[Any]:
-    """Returns in every process the JSON values of all processes, in the order of their numbers.
+    """Returns in every process the JSON values of all processes, in the order of the process
+    numbers.
 
     Raises:
       PeerFailed: another process is gone.

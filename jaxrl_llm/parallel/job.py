@@ -64,7 +64,8 @@ class Membership:
     with watched(
       name='leave', owner=f'process {index}', waits_for=waits_for, deadline_s=self._config.silence_s
     ):
-      # All processes get the random number of process 0. It differs between starts of the run.
+      # All processes get the random number that process 0 draws. With it, the names of the files
+      # below differ from those of other starts of the run.
       start = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))
 
     def marker(i):

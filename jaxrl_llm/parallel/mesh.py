@@ -26,8 +26,8 @@ number of data-parallel ranks.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-  """Number of devices along each mesh axis. At most one axis may be None; it gets all remaining
-  devices.
+  """Number of devices along each mesh axis. At most one axis may be None; this axis gets all
+  remaining devices.
   """
 
   data: int | None = 1

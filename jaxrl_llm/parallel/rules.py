@@ -74,7 +74,7 @@ def constrain(
 
 def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
   """Returns the shardings of a parameter tree. `axes` is the tree of the arrays' axis names, and
-  `shapes` the tree of their shapes, as from `jax.eval_shape`.
+  `shapes` is the tree of their shapes, such as the result of `jax.eval_shape`.
   """
   return jax.tree.map(
     lambda names, array: sharding(mesh, names, array.shape),

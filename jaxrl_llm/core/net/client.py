@@ -159,7 +159,7 @@ class Client:
         if received.status != (206 if headers and hdrs.RANGE in headers else 200):
           raise _status_error(received, await response.read(), label)
         yield response
-    except TimeoutError:  # Caught before its base class OSError.
+    except TimeoutError:  # TimeoutError is caught before its base class OSError.
       raise Lost(f'{label}: no answer within {deadline_s or silence_s:g} s') from None
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
       raise Lost(f'{label}: {type(error).__name__}: {_line(str(error))}') from None
@@ -184,7 +184,7 @@ class Client:
 
   def _url(self, path: str) -> str:
     if self._address.startswith('unix:'):
-      return f'http://service{path}'  # The host name is arbitrary here.
+      return f'http://service{path}'  # A Unix socket has no host, so the name is arbitrary.
     # Without a path, the address is the complete URL and keeps its trailing slash.
     return self._address.rstrip('/') + path if path else self._address
 

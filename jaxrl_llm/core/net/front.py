@@ -96,8 +96,8 @@ class Front:
       upstream: `unix:/path/to.sock`, or `http://127.0.0.1:PORT`.
       upstream_token: bearer token for the upstream; if None, no token is sent. The front's own
         token is never sent upstream.
-      publish_roots: directories, one of which must contain every directory named in a weight
-        update or an adapter load; if empty, these directories may be anywhere.
+      publish_roots: directories for published files. Every directory that a weight update or an
+        adapter load names must be below one of them; if empty, it may be anywhere.
       routes: (method, path) pairs of the requests that the front passes on.
       handlers: handlers of requests that the front answers itself, keyed by (method, path).
 

@@ -36,7 +36,7 @@ class RemoteOptions:
   the least busy address; addresses with a recent error come last.
   """
   key_file: str | None = None
-  """File whose first line is the bearer token."""
+  """File whose first line is the bearer token. If None, no token is sent."""
   ca_file: str | None = None
   """File of CA certificates with which https servers are verified; if None, the system's
   certificates are used.
@@ -206,7 +206,8 @@ class ServiceClient:
     return self._clients[address]
 
   def _path_at(self, address: str) -> str:
-    # The address may end with the API version, as base URLs for OpenAI clients do.
+    # The address may end with the API version, like the base URLs of OpenAI clients. The path then
+    # must not repeat the version.
     has_version = address.startswith('http') and address.rstrip('/').endswith('/v1')
     return self._path.removeprefix('/v1') if has_version else self._path
 

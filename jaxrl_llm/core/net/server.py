@@ -272,7 +272,7 @@ class _Listener(socket.socket):
     # Wait 'request': over already, because the event loop has found the socket readable.
     connection, address = super().accept()
     number = connection.fileno()
-    self._forget(number)  # An earlier connection with this descriptor is closed.
+    self._forget(number)  # An earlier connection with this descriptor has been closed.
     deadline = asyncio.get_running_loop().call_later(_STRANGER_S, self._drop, number)
     self._strangers[number] = connection, deadline
     if len(self._strangers) > self._permitted:

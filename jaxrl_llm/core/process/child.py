@@ -69,9 +69,9 @@ class Child:
 
   @property
   def exit_code(self) -> int | None:
-    """Exit code of the guard, which is that of the command unless a stop was ordered. If signal N
-    ended the command, it is 128 + N. After an order to stop, it is 0, or 1 if a process survived
-    SIGKILL.
+    """Exit code of the guard. Without an order to stop, it is the exit code of the command, or
+    128 + N if signal N ended the command. After an order to stop, it is 0, or 1 if a process
+    survived SIGKILL.
 
     None before `start`, while the command runs, and after `stop`.
     """
@@ -170,7 +170,8 @@ class Child:
     If this call is cancelled, the next call waits for processes that are still ending.
 
     Raises:
-      WaitExpired: the guard did not end in time. It is killed and no longer tracked by this object.
+      WaitExpired: the guard did not end in time. It is then killed, and this object no longer
+        tracks it.
     """
     if self._guard is None:
       return

@@ -161,9 +161,8 @@ class _SharedMemory:
   def look(self, *, thorough: bool = False) -> float:
     """Records the files that the process tree uses now; returns the seconds until the next scan.
 
-    Inspecting processes is expensive, so they are inspected only while some files are not recorded.
-    If one of these files is new, this happens at once. Otherwise, it happens from time to time, or
-    if `thorough` is set.
+    Inspecting processes is expensive. They are inspected only while some files are not recorded: at
+    once if one of these files is new, and otherwise from time to time or if `thorough` is set.
     """
     began = time.process_time()
     self._credit = min(_CREDIT_S, self._credit + (time.monotonic() - self._credited) / _THRIFT)
@@ -409,7 +408,7 @@ def _seconds(text: str) -> float:
 
 
 def _complain(text: str) -> None:
-  with contextlib.suppress(OSError):  # The reader may have exited.
+  with contextlib.suppress(OSError):  # The reader of stderr may have exited.
     os.write(2, f'guard: {text}\n'.encode(errors='replace'))
 
 

@@ -65,7 +65,7 @@ class Flags(NamedTuple):
   kept: tuple[str, ...] = ()
   """Names of flags that the program would add if the user had not set them already."""
   reason: str = ''
-  """Reason why no flags are added; empty if some are."""
+  """Reason why no flags are added; empty if flags are added."""
 
   def __str__(self) -> str:
     text = ' '.join(self.added) or f'none ({self.reason})'

@@ -104,7 +104,7 @@ class Sample:
   """
   media: tuple[dict[str, Json], ...] = ()
   """One dict with keys 'kind', 'digest' and 'span' per attachment. The span [start, end) covers the
-  attachment's placeholder tokens; it is empty if there are none.
+  attachment's placeholder tokens. If the attachment has no placeholder tokens, the span is empty.
   """
 
   def __post_init__(self):

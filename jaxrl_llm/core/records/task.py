@@ -12,7 +12,9 @@ import xxhash
 from jaxrl_llm.core.types import Json
 
 Message = Mapping[str, str]
-"""{'role': 'system' | 'user' | 'assistant' | 'tool', 'content': text}, as in chat templates."""
+"""Chat message {'role': 'system' | 'user' | 'assistant' | 'tool', 'content': text}, in the form
+that chat templates read.
+"""
 ChatMessage = Mapping[str, Json]
 """A message that may also have tool calls, reasoning and other keys that a chat template reads."""
 
