@@ -1,24 +1,26 @@
-"""Checksums of tensors that depend on positions and add up over parts, so that a server can prove
-the weights that it holds on its device, whatever parts of a tensor it holds.
+"""Checksums of tensors that depend on positions and add up over parts. With them, a server proves
+that the weights on its device are right, even if the device holds only parts of the tensors.
 
-A tensor is read as a matrix: its last axis are the columns and all other axes the lines; a tensor
-with a single axis is one column, and a scalar one element. The checksum of a tensor or of any part
-of it is
+A tensor is read as a matrix. Its last axis numbers the columns, and all other axes together number
+the lines. A tensor with a single axis is one column, and a scalar is one element. The checksum of a
+tensor, or of any part of a tensor, is
 
   Σ word(x[line, column]) · odd(line) · odd(2^62 + column)   modulo 2^64
 
-over the elements of the part, with lines and columns counted in the whole tensor. So the checksum
-of the whole is the sum of the checksums of its parts.
+over the elements of the part, with lines and columns counted in the whole tensor. The checksum of
+the whole tensor is therefore the sum of the checksums of its parts.
 
-  word(x)    the element's bits as an unsigned integer w, for four bytes w ^ (w >> 16). An element
-             of eight bytes counts as two elements of four, in memory order, in adjacent columns.
+  word(x)    the element's bits as an unsigned integer w; for elements of four bytes, w ^ (w >> 16).
+             An element of eight bytes counts as two elements of four bytes, in memory order, in
+             adjacent columns.
   odd(n)     the (n + 1)-th output of SplitMix64 with seed 0, with its lowest bit set (Steele, Lea
              and Flood 2014, "Fast splittable pseudorandom number generators").
 
 A single changed element always changes the sum, because the factors are odd and a word is smaller
 than 2^64. Swapped or moved elements leave it unchanged with a probability of about 2^-48: factors
-differ by a random even number, and words usually differ in one of their 16 lowest bits. The shift
-is there for a float32 and its negative, whose bits differ in the highest bit alone.
+differ by a random even number, and words usually differ in one of their 16 lowest bits. A float32
+and its negative differ only in the highest bit. The shift by 16 makes their words differ in one of
+the 16 lowest bits, too.
 
 Invariant: `rollout.vllm.worker.checksum` computes the same function in torch.
 """
@@ -44,13 +46,15 @@ class Slice(NamedTuple):
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _COLUMNS = 1 << 62
-"""Number of the first column's factor in the SplitMix64 sequence."""
+"""Index of the factor of column 0 in the SplitMix64 sequence."""
 _BLOCK = 1 << 15
-"""Number of elements whose words are in memory at a time, as integers of 8 bytes."""
+"""Number of words that are in memory at a time as integers of 8 bytes."""
 
 
 def odd_factors(start: int, count: int) -> UInt64[np.ndarray, '{count}']:
-  """Returns odd(start), odd(start + 1), …; see the module."""
+  """Returns the `count` factors odd(start), odd(start + 1), …, as the module's docstring defines
+  them.
+  """
   z = (np.arange(count, dtype=np.uint64) + np.uint64(start + 1)) * _GAMMA
   z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -59,12 +63,14 @@ def odd_factors(start: int, count: int) -> UInt64[np.ndarray, '{count}']:
 
 @functools.lru_cache(maxsize=16)
 def column_factors(count: int) -> UInt64[np.ndarray, '{count}']:
-  """Returns the factors of the first columns. Do not modify the returned array."""
+  """Returns the factors odd(2^62 + column) of columns 0 to `count` - 1. Do not modify the returned
+  array, because later calls return the same array.
+  """
   return odd_factors(_COLUMNS, count)
 
 
 def line_sums(block: Shaped[np.ndarray, '*lines columns'], start: int = 0) -> np.ndarray:
-  """Returns the sum over each line of word · odd(2^62 + column), flat, as uint64.
+  """Returns the sum of word · odd(2^62 + column) over each line, as a flat array of type uint64.
 
   Args:
     block: elements of some lines.
@@ -78,7 +84,8 @@ def line_sums(block: Shaped[np.ndarray, '*lines columns'], start: int = 0) -> np
   factors = column_factors((start + columns) * each)[start * each :]
   sums = np.empty(len(words), np.uint64)
   step = max(1, min(len(words), _BLOCK // max(1, words.shape[1])))
-  # Without these buffers, each block would be allocated anew, which takes longer than the sums.
+  # Without these buffers, memory would be allocated for each block, which takes longer than the
+  # sums.
   mixed = np.empty((step, words.shape[1]), words.dtype)
   wide = np.empty((step, words.shape[1]), np.uint64)
   for first in range(0, len(words), step):
@@ -92,18 +99,20 @@ def line_sums(block: Shaped[np.ndarray, '*lines columns'], start: int = 0) -> np
 
 
 def as_matrix(array: Shaped[np.ndarray, '...']) -> Shaped[np.ndarray, '*lines columns']:
-  """Returns the array with columns as its last axis; see the module."""
+  """Returns the array with the columns of the tensor as its last axis. An array with at most one
+  axis becomes a single column.
+  """
   return array if array.ndim > 1 else array.reshape(-1, 1)
 
 
 class RunningChecksum:
-  """Checksums of a tensor and of slices of it, whose rows arrive in blocks."""
+  """Checksums of a tensor and of slices of the tensor, computed while its rows arrive in blocks."""
 
   def __init__(self, slices: Collection[Slice] = ()):
     self._sums: dict[Slice | None, int] = dict.fromkeys((None, *slices), 0)
 
   def add(self, rows: Shaped[np.ndarray, 'rows *rest'], first: int) -> None:
-    """Adds rows, of which the first has the index `first` along the tensor's first axis."""
+    """Adds consecutive rows. `first` is the index of the first row added, along the first axis."""
     if not rows.size:
       return
     matrix = as_matrix(rows)
@@ -128,8 +137,8 @@ class RunningChecksum:
       self._sums[cut] = (self._sums[cut] + total) % (1 << 64)
 
   def values(self) -> dict[Slice | None, str]:
-    """Returns the checksums of the rows so far, as 16 hexadecimal digits, keyed by slice; None is
-    the key of the whole tensor.
+    """Returns the checksums of the rows added so far, as 16 hexadecimal digits, keyed by slice. The
+    key None stands for the whole tensor.
     """
     return {cut: f'{total:016x}' for cut, total in self._sums.items()}
 
@@ -137,7 +146,9 @@ class RunningChecksum:
 def checksums(
   array: Shaped[np.ndarray, '...'], slices: Collection[Slice] = ()
 ) -> dict[Slice | None, str]:
-  """Returns the checksums of a whole tensor and of slices of it; see `RunningChecksum.values`."""
+  """Returns the checksums of a whole tensor and of slices of the tensor, in the form of
+  `RunningChecksum.values`.
+  """
   running = RunningChecksum(slices)
   running.add(array if array.ndim else array.reshape(1), 0)
   return running.values()

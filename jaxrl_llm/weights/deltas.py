@@ -1,9 +1,9 @@
 """Lossless deltas: the elements whose bits differ between two versions of the same weights.
 
 A delta of a tensor has two arrays. `gaps` encodes the positions of the changed elements in C order.
-Each gap is the number of unchanged elements since the previous changed one, in one or more bytes:
-each byte of 255 adds 255 to the gap, and a byte below 255 ends it. `bits` holds the new bits of
-these elements, as integers.
+Each gap is the number of unchanged elements since the previous changed element, in one or more
+bytes: each byte of 255 adds 255 to the gap, and a byte below 255 ends the gap. `bits` holds the new
+bits of the changed elements, as integers.
 
 Invariant: a delta that `apply` accepts has increasing positions within the tensor. Everything is
 checked before the first element is written.
@@ -60,7 +60,7 @@ def apply(
     delta: arrays of the delta, keyed by their names in its file.
 
   Raises:
-    ValueError: the delta does not fit the tensors. Nothing was written.
+    ValueError: the delta does not fit the tensors. In this case, nothing is written.
   """
   changes = []
   names = sorted({key.removesuffix(GAPS).removesuffix(BITS) for key in delta})
@@ -96,7 +96,7 @@ class Image:
   def __init__(self, layout: FileLayout, itemsize: int):
     """
     Args:
-      itemsize: bytes of an element.
+      itemsize: size of an element in bytes.
     """
     self.bytes = np.zeros(layout.size, np.uint8)
     self.bytes[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
@@ -114,7 +114,9 @@ class Image:
     """
     self._compares, self._collects = compare, collect
     self.changed = 0
-    """Number of elements that changed."""
+    """Number of elements of the next version that differ from the previous version; 0 if they are
+    not compared.
+    """
     self.nbytes = 0
     """Size of the collected delta in bytes."""
     self._parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {
@@ -153,7 +155,9 @@ class Image:
     return self.nbytes < self._layout.nbytes
 
   def arrays(self) -> Iterator[tuple[str, Integer[np.ndarray, 'n']]]:
-    """Yields the delta's arrays with their names. Unchanged tensors have none."""
+    """Yields (name in the file of the delta, array) for each array of the delta. Unchanged tensors
+    have no arrays.
+    """
     for name, changes in self._parts.items():
       if changes:
         gaps, bits = zip(*changes, strict=True)

@@ -369,8 +369,8 @@ def write_config(
     eos_ids: ids of the tokens that end a completion.
     pad_id: id of the padding token, or None if there is none. A model with a 'scalar' head needs a
       padding token, because transformers takes the score at the last token that is not padding. If
-      it is None, `bos_id` is used, which never ends a sequence. If both are None, the first of
-      `eos_ids` is used.
+      `pad_id` is None, `bos_id` is used instead, because this token never ends a sequence. If both
+      are None, the first of `eos_ids` is used.
   """
   family = find_family(spec.family)
   if spec.head not in family.architectures:

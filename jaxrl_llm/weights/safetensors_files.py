@@ -294,7 +294,7 @@ def save_params(
 
 
 _UNFINISHED = '.unfinished'
-"""Ending of the names of files that are being written."""
+"""Suffix of the names of files that are still being written."""
 
 
 def _tensors(
@@ -330,8 +330,8 @@ def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-  """Converts a write error in the block, such as that of a full disk, to a RunError whose one-line
-  message names the directory.
+  """Converts a write error in the block to a RunError whose one-line message names the directory. A
+  full disk, for example, causes such an error.
   """
   try:
     yield

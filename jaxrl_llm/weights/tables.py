@@ -30,7 +30,7 @@ class ParameterRow:
   all layers along a leading layer axis, under a name without `{i}/`.
   """
   axes: tuple[str, ...]
-  """Name of each axis. The names are keys of `_sizes`."""
+  """Name of each axis, which is a key of the mapping that `_sizes` returns."""
   when: str = 'always'
   """Condition on the spec under which the parameter exists. It is a key of `_CONDITIONS`."""
 

@@ -227,8 +227,8 @@ class TensorWriter:
     return {name: tensor.hasher.hexdigest() for name, tensor in self._tensors.items()}
 
   def slice_digests(self) -> dict[str, dict[Slice, str]]:
-    """Returns the xxh3-128 digest of each slice in C order, keyed by tensor name and slice. Call
-    this after `finish`.
+    """Returns the xxh3-128 digest of each slice's bytes in C order, keyed by tensor name and slice.
+    Call this method after `finish`.
     """
     return {
       name: {part: hasher.hexdigest() for part, hasher in tensor.slices.items()}
@@ -238,7 +238,7 @@ class TensorWriter:
 
   def checksums(self) -> dict[str, dict[Slice | None, str]]:
     """Returns the checksums (`weights.checksums`) as 16 hexadecimal digits, keyed by tensor name
-    and slice; the key None has that of the whole tensor. Call this after `finish`.
+    and slice. The key None stands for the whole tensor. Call this method after `finish`.
     """
     return {
       name: tensor.checksum.values()

@@ -70,7 +70,9 @@ class ExportedVersion:
 
 
 def begin(folder: pathlib.Path, version: Version) -> pathlib.Path:
-  """Creates a directory into which a version is written. `complete` gives it its final name."""
+  """Creates and returns the directory into which a version is written. `complete` later gives the
+  directory its final name.
+  """
   unfinished = folder / f'{_name(version)}.tmp'
   shutil.rmtree(unfinished, ignore_errors=True)
   unfinished.mkdir(parents=True)
