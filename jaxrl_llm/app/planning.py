@@ -72,7 +72,7 @@ async def agreed(
 
 
 def _measured(config: Config, plan: Plan, target: Target, limit: int) -> Json:
-  """Returns the memory of a plan, or the error with which it cannot be compiled, as JSON."""
+  """Returns, as JSON, the memory of a plan, or the error with which its compilation failed."""
   try:
     fit, _ = measure(with_named(config, plan.values), target, limit)
   except (UserError, jax.errors.JaxRuntimeError) as error:

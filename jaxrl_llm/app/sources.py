@@ -32,8 +32,8 @@ def _check_tasksets(where: str, names: tuple[str, ...]) -> None:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(DemonstrationsConfig):
   """Expert rows that join each batch of rollouts. Rows that `jaxrl experts` and `jaxrl feedback`
-  add to the run come first, in the order of their arrival. Demonstrations, made from tasks, take
-  the remaining places.
+  add to the run come first, in the order of their arrival. Demonstrations, made from tasks, fill
+  the remaining expert rows of the batch.
   """
 
   tasksets: tuple[str, ...]
@@ -449,12 +449,12 @@ class Followed:
   """Maximum number of samples in a group."""
   bound: int = 1
   """Maximum staleness: number of updates between the weights that generated a rollout and the
-  weights that are trained on it. Older groups expire.
+  weights that are trained on it. Groups that are older expire, so they are not trained on.
   """
   export_every: int = 1
   """Number of updates between two exports of the weights to `versions/` in the run directory."""
   keep_versions: int = 3
-  """Number of exported versions that are kept: the newest ones."""
+  """Number of the newest exported versions that are kept. Older versions are deleted."""
   unit: ClassVar[int] = 1
   """Number of sequences that belong together and are never divided between minibatches."""
 

@@ -27,7 +27,7 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-  """PPO's critic: a separate network with the policy's architecture and one output."""
+  """PPO's critic: a separate network with the policy's architecture and one output per token."""
 
   init_from: str | None = None
   """Initial weights of the critic: a reward model or critic, given as a directory, hub id or run

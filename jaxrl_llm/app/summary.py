@@ -27,8 +27,8 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
   """
   console = Console()
   rows, _ = read_jsonl(workdir / METRICS_FILE)
-  # Selects the accuracies of tasks and pairs, but not their standard errors or the keys that
-  # accompany a missing accuracy.
+  # The pattern selects the accuracies of tasks and pairs, but not their standard errors or the keys
+  # that accompany a missing accuracy.
   accuracy = re.compile(r'val-core/.+/(acc/[^/]+|rewards/accuracies)')
   columns = sorted({key for row in rows for key in row if accuracy.fullmatch(key)})
   table = Table('stage', 'step', *columns)
@@ -41,7 +41,8 @@ def print_summary(workdir: pathlib.Path, stages: Sequence[str], report: pathlib.
   files = _evaluation_files(workdir, stages)
   same = [file for file in files if file.name.partition('-')[2] == files[-1].name.partition('-')[2]]
   if len(same) > 1:
-    # `before` is the latest evaluation of the same suite before the last stage, or else the first.
+    # `before` is the latest evaluation of the same suite before the last stage. If there is none,
+    # it is the first evaluation of the suite.
     before = next((f for f in reversed(same) if f.parent.name != stages[-1]), same[0])
     console.print(_answers(before, same[-1]))
   exports = [

@@ -57,7 +57,7 @@ class TrainResult:
 
 
 def load_config(spec: str | Config, overrides: Mapping[str, Json] | None = None) -> Config:
-  """Loads a configuration as --config does, and applies overrides to it.
+  """Loads a configuration as `jaxrl train --config` does, and applies overrides to it.
 
   Args:
     spec: `FILE.py[:VARIANT]`, the name of a shipped configuration, or a `Config` value.

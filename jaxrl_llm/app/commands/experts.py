@@ -9,8 +9,8 @@ Each line of a file has `prompt` (a text or messages) and `answer`, or `tokens` 
 and optionally `rewards`, `task`, `taskset`, `domain`, `origin` and `who`. When the command returns,
 all accepted rows are on disk. The run takes them before its next batch, in the order of their
 arrival, and trains on each of them at most `experts.max_uses` times (by default once). If any rows
-are refused, their places and the reasons are printed, the other rows are added, and the exit code
-is 1. The same row is added only once, so a file may be added again.
+are refused, their locations and the reasons are printed, the other rows are added, and the exit
+code is 1. The same row is added only once, so a file may be added again.
 
 To correct an answer of the run: jaxrl feedback --workdir=DIR --uid=UID --correction=TEXT
 --who=NAME.

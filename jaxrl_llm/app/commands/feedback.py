@@ -13,8 +13,8 @@ When the command returns, all accepted verdicts are on disk. Each line of an imp
 `uid`, `value` and `who` (a verdict), or `chosen`, `rejected` and `who` (a comparison), and
 optionally `scorer` and `attempt`; or `uid`, `correction` and `who` (a corrected answer to any
 sample of the run, which becomes an expert row, as with jaxrl experts). If any lines are refused,
-their places and the reasons are printed, the other lines are attached, and the exit code is 1. A
-file may be imported repeatedly. The exported pairs can train DPO and reward models.
+their locations and the reasons are printed, the other lines are attached, and the exit code is 1.
+A file may be imported repeatedly. The exported pairs can train DPO and reward models.
 
 With --json, each of these commands prints one JSON document.
 """

@@ -25,7 +25,7 @@ from jaxrl_llm.core.errors import UserError
 ENVIRONMENTS = {'vllm': '.venv-vllm', 'aot': '.venv-aot'}
 """Default directory of each environment, relative to the current directory."""
 SCRIPTS = pathlib.Path(__file__).parents[1] / 'environments' / 'launch'
-"""Directory of the launch scripts: a link in a checkout, copies in a wheel."""
+"""Directory of the launch scripts. It is a symbolic link in a checkout, and a copy in a wheel."""
 
 FLAGS = flags.FlagValues()
 flags.DEFINE_enum('environment', None, [*ENVIRONMENTS], 'Environment to create.', flag_values=FLAGS)

@@ -42,7 +42,7 @@ def staged(workdir: pathlib.Path, step: int) -> Iterator[Mapping[str, pathlib.Pa
   Raises UserError if the store is damaged, and OSError if a file cannot be copied.
   """
   directory = workdir / _STAGED
-  shutil.rmtree(directory, ignore_errors=True)  # Left by a start that was killed.
+  shutil.rmtree(directory, ignore_errors=True)  # A killed start may have left files there.
   try:
     mirror(workdir / _REPLAY, directory / _REPLAY, commit=step)
     for file in _matches(workdir, _CHANGING):

@@ -194,8 +194,9 @@ def _followed(
 
 
 def forget_later_rows(setup: Setup, step: int) -> None:
-  """Removes the rows that were selected from the store for stages beginning after `step`, at which
-  the run resumes or branches. They are selected again when such a stage begins.
+  """Removes the rows that were selected from the store for stages that have no completed step at
+  `step`, from which the run resumes or branches. The rows are selected again when their stage
+  begins.
   """
   for stage, config in zip(setup.stages, setup.config.stages, strict=True):
     if config.waits_for_rows and step <= stage.start:

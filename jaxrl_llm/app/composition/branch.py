@@ -67,7 +67,7 @@ class Branch:
   run: pathlib.Path
   """Directory of the parent."""
   step: int | None = None
-  """Step of the commit. If None, the newest commit."""
+  """Step of the commit. If None, the newest commit is used."""
   reset: tuple[str, ...] = ()
   """Parts to reset, from `RESETS`: the optimizer's moments, the position in the data, the replay
   store.
@@ -205,7 +205,8 @@ def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str],
     _take_needed(origin, workdir, commits_needed(config, stages, origin.step, bests))
     for built, configured in zip(stages, config.stages, strict=True):
       if configured.waits_for_rows and origin.step <= built.start:
-        # The parent selected these rows after the commit. The branch selects its own.
+        # The parent selected these rows after the commit. The branch selects its own rows when the
+        # stage begins.
         (workdir.path / static_file(configured)).unlink(missing_ok=True)
     complete(origin, config, workdir, taken)
   except BaseException:

@@ -46,7 +46,8 @@ MAY_CHANGE = (
   ),
   'learner.mesh',
   'phases',
-  # Another directory must contain the same model, which `TrainerRewardModel.check` ensures.
+  # The directory may change, but must contain the same model. `TrainerRewardModel.check` ensures
+  # this.
   *('reward_model.init_from', 'reward_model.max_rounds'),
   *('rewards.workers', 'rewards.scorers.*.options.cache_file'),
   *('rollout.explorers', 'rollout.mismatch', 'rollout.collect_deadline_s'),
@@ -97,7 +98,9 @@ class Refused(NamedTuple):
   change: Change
   why: str
   newest: int | None = None
-  """Newest step from which a branch could make the change. If None, any step."""
+  """Newest step from which a branch could make the change. None if a branch could make the change
+  from any step.
+  """
 
   def __str__(self) -> str:
     key, before, after = self.change
@@ -119,7 +122,7 @@ def current(saved: Mapping[str, Any]) -> Any:
   try:
     return to_json(from_json(with_sources(saved), Config))
   except UserError:
-    # The fields that both versions have can still be compared.
+    # Even without conversion, the fields that both versions have can be compared.
     return saved
 
 
@@ -135,7 +138,7 @@ def refused(old: Mapping[str, Any], new: Config, step: int) -> list[Refused]:
   try:
     rules = _Rules(old, new, step)
     return [reason for change in differences if (reason := rules.refusal(change)) is not None]
-  except (KeyError, TypeError):  # Saved by a version whose stages had other fields.
+  except (KeyError, TypeError):  # A version whose stages had other fields saved `old`.
     return [Refused(change, _WHY['stages']) for change in differences]
 
 
@@ -183,7 +186,7 @@ def is_below(key: str, others: Iterable[str]) -> bool:
 
 
 class _Rules:
-  """Rules for the changes between two configurations."""
+  """Rules that decide which changes of the configuration a resumed run or a branch may make."""
 
   def __init__(self, old: Mapping[str, Any], new: Config, step: int):
     self._sides, self._new, self._step = (old, to_json(new)), new, step
@@ -264,8 +267,8 @@ class _Rules:
     """Returns the reason why a change may affect the tasks of a taskset that is trained on.
 
     A processor of that taskset may drop tasks that also occur in evaluations or in other tasksets.
-    If these change, it may drop other tasks than before. The result is empty if no processor
-    compares the taskset with what has changed.
+    If the evaluations or the other tasksets change, the processor may drop different tasks than
+    before. The result is empty if no processor compares the taskset with what has changed.
 
     Args:
       part: first name of the changed key, such as 'tasksets'.

@@ -29,8 +29,8 @@ def settle(
   tell: Callable[[str], None],
   load: Callable[[str], Taskset],
 ) -> Config:
-  """Returns the configuration after choosing values for the scorer options that it leaves open,
-  with the run's values of 'auto' fields (`automatic.with_recorded`).
+  """Returns the configuration with values for the scorer options that it leaves open, and with the
+  run's values of 'auto' fields (`automatic.with_recorded`).
 
   Args:
     run: directory of the run whose choices are kept: the run to resume, or the parent of a

@@ -83,7 +83,9 @@ def stage_entrance(setup: Setup, *, from_commits: bool = True) -> EnterStage:
   loader = RowLoader(setup.workdir, process.mesh)
 
   async def new_attempt() -> int:
-    """Returns the number of a new attempt, the same in every process."""
+    """Returns the number of a new attempt of the run, which is the same in every process. Returns 0
+    if the attempts of the run are not counted.
+    """
 
     async def take():
       return setup.next_attempt() if setup.next_attempt is not None else 0

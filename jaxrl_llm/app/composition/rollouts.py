@@ -32,7 +32,7 @@ class RolloutServices:
   """The workflow of a run, with its auxiliary models and explorer processes."""
 
   hub: MasterHub
-  """Hub that serves the workflow's requests."""
+  """Hub through which the workflow reaches the engine, the scorers and the auxiliary models."""
   workflow: Workflow
   auxiliary: tuple[AuxiliaryModel, ...]
   crew: Crew | None

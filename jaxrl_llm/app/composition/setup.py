@@ -42,6 +42,6 @@ class Setup:
   than process 0, and in runs that are reopened offline.
   """
   explorer_command: ExplorerCommand
-  """Function that returns the command line of an explorer process. It is passed in because the
-  program belongs to a higher layer.
+  """Function that returns the command line of an explorer process. It is passed in, because the
+  explorer program belongs to a higher layer of the package.
   """

@@ -47,8 +47,8 @@ def stage_shape(
   source = stage.source
   # Rollouts and expert rows are divided among the minibatches separately. If either number is not
   # divisible, some minibatches get one more unit (row, or pair of rows), so the shape must have
-  # room for it. Every trajectory may have the maximum number of steps. A batch with fewer rows has
-  # fewer micro-batches of the same shape.
+  # room for it. The numbers assume that every trajectory has the maximum number of steps. A batch
+  # with fewer rows has fewer micro-batches of the same shape.
   kinds = config.sequences(stage)
   rows = sum(-(-kind // source.unit // stage.minibatches) * source.unit for kind in kinds)
   chunking = _chunking(stage, config, mesh, options)
@@ -66,8 +66,8 @@ def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOpti
   """Returns the number and length of the chunks of a micro-batch, and whether sequences share
   prefixes.
 
-  If they do, the chunks may be longer and fewer, so that more sequences with a common prompt fit
-  into a chunk. The number of tokens in the micro-batch does not grow.
+  If sequences share prefixes, the chunks may be longer and fewer, so that more sequences with a
+  common prompt fit into a chunk. The number of tokens in the micro-batch does not grow.
   """
   chunks = config.learner.chunks_per_rank
   chunks = SMALL['chunks_per_rank'] if chunks == AUTO else chunks
@@ -78,7 +78,7 @@ def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOpti
   if alike == 1 or not config.learner.share_prefixes:
     return apart
   chunks, chunk_len = apart[:2]
-  # The cost of masked attention grows with the square of the chunk's length.
+  # Chunks for masked attention stay short, because its cost grows with the square of their length.
   if config.learner.chunk_len is None and options.attention != 'masked':
     rollout, room = config.rollout, chunks * chunk_len
     tree = rollout.max_prompt_length + alike * (rollout.max_response_length + 1)

@@ -371,7 +371,7 @@ def _check_reference(stage: StageConfig, config: Config, algorithm: Algorithm) -
     )
     if stage.algorithm.name != 'opmd':
       raise UserError(text)
-    # Only a warning: OPMD still learns as a policy gradient if the reference has no effect.
+    # Only warn, because OPMD still learns as a policy gradient if the reference has no effect.
     logging.warning('%s', text)
 
 

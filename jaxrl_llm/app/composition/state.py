@@ -72,9 +72,10 @@ def model_of(stage: Stage, model: Model) -> Model:
 def commits_needed(
   config: Config, stages: Sequence[Stage], step: int, bests: Mapping[str, tuple[float, int]]
 ) -> frozenset[int]:
-  """Returns the steps of the commits whose weights are needed after `step`: by stages that begin
-  later, and as a reward model that scores rollouts. If a later stage begins with the best weights
-  of a stage that has not ended, the commit of the best evaluation so far is included.
+  """Returns the steps of the commits whose weights are needed after `step`: as initial weights of
+  stages that begin later, or as the reward model that scores rollouts. If a later stage begins with
+  the best weights of a stage that has not ended, the commit of the best evaluation so far is
+  included.
 
   Args:
     bests: as in `LoopState.bests`.
@@ -225,7 +226,7 @@ def reward_params(setup: Setup) -> Params:
 
 
 def untrained_reward_params(setup: Setup, policy: Params) -> Params:
-  """Returns parameters of a reward model that a stage of the run has yet to train: those of the
+  """Returns parameters for the reward model before a stage of the run has trained it: those of the
   policy with a new head. They share no buffers with `policy`.
   """
   role, chosen = setup.reward_model, setup.config.reward_model
@@ -243,7 +244,7 @@ def _of_type(params: Params, dtype: str) -> Params:
 
 
 def _with_head_of(model: Model, config: Config, mesh: Mesh, params: Params) -> Params:
-  """Returns `params`, with a new head if their head is not that of `model`."""
+  """Returns `params`. If their head does not fit `model`, a new head replaces it."""
   if has_head(params, model.spec):
     return params
   kernel = fresh_head(model.spec, jax.random.key(config.seed), dtype=config.policy.param_dtype)
@@ -376,7 +377,9 @@ def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
 
 
 def base_digest(base: Params, mesh: Mesh) -> str:
-  """Returns a digest of the names and values of the base parameters. Every process must call it."""
+  """Returns a digest of the names and values of the base parameters. Every process must call this
+  function.
+  """
   whole = flatten(base)
   hashers = {name: xxhash.xxh3_128() for name in sorted(whole)}
   for name, array in Gatherer(mesh).leaves(base):

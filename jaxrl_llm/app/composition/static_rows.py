@@ -148,8 +148,8 @@ def write_examples(
 
 
 def check_fills(stage: StageConfig, workdir: pathlib.Path) -> None:
-  """Raises UserError if there are fewer examples than a batch of the stage needs. Logs the length
-  of an epoch.
+  """Raises UserError if the stage has fewer sequences of examples than a batch needs. Otherwise
+  logs the number of sequences, of steps per epoch and of epochs.
   """
   count = count_rows(workdir, static_file(stage))
   batch = stage.source.sequences

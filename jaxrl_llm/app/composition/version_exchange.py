@@ -61,7 +61,9 @@ class FollowedVersions:
     write_durably(self._file(attempt), json.dumps(to_json(version)))
 
   def of(self, attempt: int) -> SharedVersion | None:
-    """Returns the exported version of an attempt's weights; None if none was recorded."""
+    """Returns the exported version from which the weights of an attempt were taken; None if no
+    version was recorded for the attempt.
+    """
     if attempt not in self._known:
       path = self._file(attempt)
       self._known[attempt] = (
@@ -83,8 +85,8 @@ class FollowedVersions:
 
 
 class VersionExchange:
-  """Implements `master.loop.Versions`: exports versions of the policy, or takes those that another
-  run exports.
+  """Implements `master.loop.Versions`: exports versions of the policy, or takes versions that
+  another run exports.
   """
 
   def __init__(

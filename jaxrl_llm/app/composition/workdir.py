@@ -106,7 +106,8 @@ class Workdir:
     directory useless.
 
     Returns:
-      The changes to the configuration of a run with commits, which `record` writes.
+      The changes to the configuration of a run with commits, which `record` writes. Empty if the
+      run has no commit.
 
     Raises:
       UserError: the configuration has changes that are not permitted.
@@ -250,8 +251,8 @@ def check_configuration(path: pathlib.Path, config: Config) -> tuple[Change, ...
 
 
 def configuration_at(path: pathlib.Path, commit: int) -> Mapping[str, Any]:
-  """Returns, as JSON, the configuration of the step after a commit of the run in the directory
-  `path`.
+  """Returns, as JSON, the configuration with which the run in the directory `path` made, or will
+  make, the first step after the commit at step `commit`.
   """
   entries = history.until(history.read(path), commit)
   return entries[-1].config if entries else saved_configuration(path)

@@ -48,7 +48,8 @@ The doctor stops after the maximum number, or earlier, when at least the minimum
 been measured and these steps have taken this long in total.
 """
 _PREPARING = (2, 120, 12.0)
-"""Budget of a stage that trains on static data and precedes another stage.
+"""Budget, in the form of `_MEASURED`, of a stage that trains on static data and precedes another
+stage.
 
 It allows more steps than `_MEASURED`, because steps on static data are cheap. The more the policy
 has learned, the more the next stage's samples resemble the samples of the real run.
@@ -376,7 +377,7 @@ def _of_trial(trial: StageTrial, config: StageConfig, error: UserError | None) -
 def _signal(trial: StageTrial, config: StageConfig) -> Iterator[Finding]:
   """Yields a finding on the share of groups whose rewards are all equal.
 
-  From such groups, the policy learns nothing. If a group has only one sample, the rewards of all
+  From such groups, the policy learns nothing. If each group has only one sample, the rewards of all
   samples are compared with each other instead.
   """
   stage, source = trial.stage, config.source
@@ -498,7 +499,7 @@ def duration(
   """Estimates the duration of the whole run from the measured steps and evaluations.
 
   Args:
-    suites_s: estimated seconds for evaluating each suite in full, keyed by suite.
+    suites_s: estimated seconds for evaluating each suite in full, keyed by the suite's name.
   """
   total, unknown, evaluations = 0.0, [], 0
   for trial in trials:

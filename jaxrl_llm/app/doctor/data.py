@@ -49,8 +49,8 @@ class Data:
 
   @property
   def shown(self) -> dict[str, list[tuple[Task, str]]]:
-    """(task, answer) pairs that a stage trains on as demonstrations or preference pairs, keyed by
-    stage name.
+    """(task, answer) pairs that each stage trains on as demonstrations or preference pairs, keyed
+    by stage name. A preference pair contributes both its chosen and its rejected answer.
 
     At most the first `_MEASURED` preference pairs, or tasks of each taskset, are included.
     """

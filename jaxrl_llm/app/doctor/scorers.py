@@ -1,4 +1,5 @@
-"""Checks that scorers give full marks to a task's reference answer, but not to another task's.
+"""Checks that scorers give full marks to the reference answer of a task, but not to the reference
+answer of another task.
 
 The reference answer of a task is called its truth. Because a policy seldom writes the bare truth,
 the check tries several forms in which completions usually state answers. Demonstrations are scored

@@ -106,7 +106,7 @@ class Target(NamedTuple):
 
 
 class Built(NamedTuple):
-  """Objects of a run with a complete configuration."""
+  """Stages and model of a run, built from a configuration without open fields."""
 
   stages: tuple[Stage, ...]
   model: Model
@@ -230,7 +230,7 @@ def measure(
     limit: memory of a device in bytes.
 
   Returns:
-    The memory, and the compiled programs keyed by '<program> of <stage>'.
+    (memory of the programs; statistics of the compiled programs, keyed by '<program> of <stage>').
   """
   stages, model = build(config, target, options)
   critic = critic_model(model)
@@ -263,7 +263,7 @@ def _plans(config: Config, target: Target) -> list[Plan]:
   """
   is_open = {key.rpartition('.')[2] for key in open_fields(config)}
   on_cpu = target.chip is None and target.mesh.devices.flat[0].platform == 'cpu'
-  # On a CPU, the host's memory is the device's memory.
+  # On a CPU, the host's memory is the device's memory, so offloading would save nothing.
   ranges: dict[str, tuple[Any, ...]] = {
     'remat': tuple(kind for kind in _REMAT if not (on_cpu and kind == 'offload')),
     'chunks_per_rank': _CHUNKS,
