@@ -153,7 +153,7 @@ class PreferenceSource(PreferencesConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
-  """Mesh, batches and optimizer of the update."""
+  """Configuration of the updates: device mesh, layout of batches, memory and optimizer."""
 
   mesh: MeshConfig = MeshConfig()
   optimizer: OptimizerConfig | None = None

@@ -397,8 +397,8 @@ class Stored:
   """
 
   run: str | None = None
-  """Directory of another run, which is read only when this run starts for the first time. If None,
-  the rollouts are this run's own, and are selected when the stage begins.
+  """Directory of another run. It is read once, at the first start of this run. If None, the
+  rollouts are this run's own, and are selected when the stage begins.
   """
   stages: tuple[str, ...]
   """Names of the stages whose rollouts are used: earlier stages of this run, or stages of `run`."""

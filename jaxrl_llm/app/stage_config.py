@@ -110,7 +110,9 @@ class StageConfig:
   critic: CriticConfig = CriticConfig()
   """Settings of the critic, for algorithms that have one."""
   evaluate_every: int | None = None
-  """Number of steps between evaluations. If None, the stage is evaluated only at its end."""
+  """Number of steps between evaluations within the stage. If None, there are no evaluations within
+  the stage. The policy is always evaluated at the start of the run and at the end of each stage.
+  """
   overlap_evaluation: bool = False
   """Whether training continues while the policy is evaluated within the stage. Until the evaluation
   ends, the engine serves the evaluated version. Training therefore waits as soon as this version is

@@ -262,8 +262,8 @@ def recover(store: ReplayStore, committed: Any, *, ends: Mapping[str, int]) -> N
   """Restores the store to its state at a commit, and drops samples that no batch will train on.
 
   Samples in flight are dropped if the commit is the last one of its stage, for example because the
-  stage's number of steps was lowered, or if the run is a branch that does not continue at its
-  parent's position in the data.
+  stage's number of steps was lowered. They are also dropped if the run is a branch that does not
+  continue at its parent's position in the data.
 
   Args:
     committed: host state of the commit, which is everything in it except arrays; None if there is
