@@ -16,7 +16,7 @@ import os
 import re
 import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 import yarl
@@ -78,7 +78,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _log = logging.getLogger(__name__)
 
 
-class Front:
+class Front(Endpoint):
   """Proxy of one upstream. Use it as an async context manager, or call `start` and `close`."""
 
   def __init__(
@@ -113,24 +113,7 @@ class Front:
     self._publish_roots = tuple(os.path.realpath(root) for root in publish_roots)
     self._session: aiohttp.ClientSession | None = None
     self._handlers = dict(handlers or {})
-    self._endpoint = Endpoint(config, routes=(*routes, *self._handlers), handle=self._handle)
-
-  async def __aenter__(self) -> Self:
-    await self.start()
-    return self
-
-  async def __aexit__(self, *_: object) -> None:
-    await self.close()
-
-  @property
-  def refused(self) -> int:
-    """Number of requests refused so far because they did not carry the token."""
-    return self._endpoint.refused
-
-  @property
-  def address(self) -> str:
-    """Address of the front, `https://host:port` or `http://host:port`; known only after `start`."""
-    return self._endpoint.address
+    super().__init__(config, routes=(*routes, *self._handlers), handle=self._handle)
 
   async def start(self) -> str:
     """Starts listening and returns the address. Raises UserError if the address cannot be bound."""
@@ -147,7 +130,7 @@ class Front:
       skip_auto_headers=(hdrs.USER_AGENT, hdrs.CONTENT_TYPE),
     )
     try:
-      return await self._endpoint.start()
+      return await super().start()
     except BaseException:
       await self.close()
       raise
@@ -155,7 +138,7 @@ class Front:
   async def close(self) -> None:
     """Stops listening and aborts requests in flight."""
     session, self._session = self._session, None
-    await self._endpoint.close()
+    await super().close()
     if session is not None:
       await session.close()
 
