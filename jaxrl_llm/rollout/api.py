@@ -10,7 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import (
+  AsyncIterator,
+  Awaitable,
+  Callable,
+  Collection,
+  Iterable,
+  Iterator,
+)
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -19,7 +26,7 @@ from jaxtyping import Float32, Int32
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.trees import flatten
-from jaxrl_llm.core.types import Params, Version
+from jaxrl_llm.core.types import Json, Params, Version
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 
 WORD = 2**32
@@ -209,6 +216,20 @@ class Probe:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Shares:
+  """How the processes of the trainer write weights together; each writes a share of them."""
+
+  order: Json
+  """Order that the engine has given with `SharingEngine.begin_load`."""
+  count: int
+  """Number of processes."""
+  reports: Callable[[], Awaitable[list[Json]]]
+  """Returns what `ShareWriter.write` has returned in each process, in the order of their numbers.
+  The value of process 0 is None. Every process must call it, after it has written its share.
+  """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
   """Weights of one policy version, for loading into an engine."""
 
@@ -222,6 +243,8 @@ class Weights:
   """Probe for an engine whose arithmetic differs from the trainer's. If None, the engine's logprobs
   are not checked.
   """
+  shares: Shares | None = None
+  """If not None, `leaves` has only the share of process 0, and the other processes write theirs."""
 
   @classmethod
   def of(cls, params: Params, version: Version) -> Weights:
@@ -294,6 +317,43 @@ class Engine(Generator, Protocol):
 
   async def close(self) -> None:
     """Shuts down the engine. Calls in flight raise an exception."""
+    ...
+
+
+@runtime_checkable
+class SharingEngine(Engine, Protocol):
+  """Engine whose weights all processes of the trainer can write, into a directory that all of them
+  see. `EngineSpec.share_writer` writes them in the other processes.
+  """
+
+  def begin_load(self) -> Json | None:
+    """Begins to load a version. Returns the order by which the other processes write their shares,
+    or None if process 0 must write everything.
+    """
+    ...
+
+
+@runtime_checkable
+class ShareWriter(Protocol):
+  """Writes shares of weights in the processes of the trainer other than process 0."""
+
+  def sees(self, order: Json) -> bool:
+    """Returns whether this process can write where the engine expects the shares."""
+    ...
+
+  def names(self, number: int, count: int) -> Collection[str]:
+    """Returns the names in the unrolled tree of the parameters that process `number` of `count`
+    writes.
+    """
+    ...
+
+  def write(
+    self, order: Json, number: int, count: int, leaves: Iterable[tuple[str, np.ndarray]]
+  ) -> Json:
+    """Writes the share of process `number`, and returns a report for the engine. Takes all of
+    `leaves` even if the share cannot be written, because producing them may need a collective
+    operation of all processes.
+    """
     ...
 
 

@@ -13,7 +13,7 @@ import jax
 
 from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.models.spec import LoraConfig, ModelSpec
-from jaxrl_llm.rollout.api import Engine, Sampling
+from jaxrl_llm.rollout.api import Engine, Sampling, ShareWriter
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
 Run = Callable[..., Awaitable[Any]]
@@ -105,4 +105,8 @@ class EngineSpec:
   commands: Callable[[EngineSetting], Mapping[str, str]] = lambda setting: {}
   """Returns the shell command of each server that the engine starts, keyed by server name.
   `--dry_run` prints the commands.
+  """
+  share_writer: Callable[[ModelSpec], ShareWriter] | None = None
+  """Builds what writes shares of the weights in the trainer's other processes, for an engine that
+  is a `SharingEngine`. If None, process 0 writes all weights.
   """

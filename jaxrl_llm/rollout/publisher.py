@@ -4,10 +4,11 @@ array at a time, and loads them into the engine.
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, Shaped
 
 from jaxrl_llm.core.trees import flatten, unflatten
-from jaxrl_llm.core.types import Params, Version
+from jaxrl_llm.core.types import Json, Params, Version
 from jaxrl_llm.models.lora import adapter_of, is_adapter, merge_kernel
 from jaxrl_llm.models.spec import LoraConfig
+from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.rules import replicated
-from jaxrl_llm.rollout.api import Engine, Weights
+from jaxrl_llm.rollout.api import Engine, Shares, ShareWriter, SharingEngine, Weights
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
@@ -130,7 +132,9 @@ class Gatherer:
     self._on_host = mesh.devices.flat[0].platform == 'cpu'
     self._program = functools.cache(self._build)
 
-  def leaves(self, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+  def leaves(
+    self, params: Params, names: Collection[str] | None = None
+  ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name in the unrolled tree, array) for each parameter. In the unrolled tree, every
     layer has its own arrays, so stacked layers are yielded one by one. The pairs are sorted by name
     and then by layer, so the order is the same in all processes. Every process must iterate or call
@@ -138,9 +142,15 @@ class Gatherer:
 
     A large array may come in several consecutive parts along its first axis. An array may be a view
     of a device buffer that the next update donates, so a caller that keeps the array must copy it.
+
+    Args:
+      names: names in the unrolled tree of the parameters to yield. This process does not copy the
+        others to its host. If None, all are yielded.
     """
     whole = np.empty(0)
-    for part, cut, array in self._computed(params, fetch=True):
+    for part, cut, array in self._computed(params, names):
+      if names is not None and part.name not in names:
+        continue
       host = _host(array)
       if host.dtype != cut.dtype:
         host = host.view(cut.dtype)
@@ -172,7 +182,7 @@ class Gatherer:
     """Participates in the collective operations of `leaves`. All processes but process 0 call this
     while process 0 iterates `leaves`.
     """
-    for _ in self._computed(params, fetch=False):
+    for _ in self._computed(params, ()):
       pass
 
   def programs(self, params: Params) -> dict[str, jax.stages.Lowered]:
@@ -187,15 +197,18 @@ class Gatherer:
         lowered[cut] = part.name, self._program(cut).lower(part.inputs, *numbers)
     return dict(lowered.values())
 
-  def _computed(self, params: Params, *, fetch: bool) -> Iterator[tuple[_Part, _Cut, jax.Array]]:
+  def _computed(
+    self, params: Params, names: Collection[str] | None
+  ) -> Iterator[tuple[_Part, _Cut, jax.Array]]:
     """Yields each part with its device array, which contains integers with the part's bits if the
-    job has several processes. Meanwhile the devices compute the next parts and, if `fetch`, copy
-    them to the host.
+    job has several processes. Meanwhile the devices compute the next parts, and copy those with the
+    given names to the host.
     """
     ahead: collections.deque[tuple[_Part, _Cut, jax.Array]] = collections.deque()
     for part, cut in self._parts(params):
       array = self._compute(part, cut)
-      if fetch and array is not part.inputs[0]:
+      is_fetched = names is None or part.name in names
+      if is_fetched and array is not part.inputs[0]:
         array.copy_to_host_async()
       ahead.append((part, cut, array))
       if len(ahead) > _AHEAD:
@@ -369,6 +382,8 @@ class Publisher:
     prober: Prober | None = None,
     changing: Callable[[Params], Params] = lambda params: params,
     events: Events = SILENT,
+    coordinator: Coordinator | None = None,
+    writer: ShareWriter | None = None,
   ):
     """
     Args:
@@ -378,7 +393,11 @@ class Publisher:
         no check.
       changing: selects the parameters to send after the first publication, which sends all
         parameters.
+      coordinator: of the job's processes; None if process 0 writes all weights.
+      writer: writes shares of the weights in all processes but process 0; None if process 0 writes
+        all weights.
     """
+    self._coordinator, self._writer = coordinator, writer
     self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
     self._changing, self._events = changing, events
     self._served: Version | None = None
@@ -416,11 +435,48 @@ class Publisher:
       return
     probe = await self._device.run(self._prober.probe, params) if self._prober is not None else None
     sent = params if self._served is None else self._changing(params)
-    if self._engine is None:
+    shares = await self._agree_on_shares()
+    names = None
+    if shares is not None:
+      names = self._writer.names(jax.process_index(), shares.count)
+    if self._engine is not None:
+      leaves = self._gatherer.leaves(sent, names)
+      await self._engine.load(Weights(version=version, leaves=leaves, probe=probe, shares=shares))
+    elif shares is None:
       await self._device.run(self._gatherer.take_part, sent)
     else:
-      await self._engine.load(
-        Weights(version=version, leaves=self._gatherer.leaves(sent), probe=probe)
-      )
-    self._events.reply(asked, how='loaded')
+      await self._write_share(shares, self._gatherer.leaves(sent, names))
+    writers = 1 if shares is None else shares.count
+    self._events.reply(asked, how='loaded', writers=writers)
     self._served, self._moved = version, moved
+
+  async def _agree_on_shares(self) -> Shares | None:
+    """Returns how the processes write the weights together, or None if process 0 writes them alone,
+    because there is only one process, the engine does not share the work, or a process does not see
+    the engine's directory.
+    """
+    if self._writer is None or self._coordinator is None or jax.process_count() == 1:
+      return None
+    coordinator = self._coordinator
+
+    async def begin() -> Json | None:
+      return self._engine.begin_load() if isinstance(self._engine, SharingEngine) else None
+
+    order = await coordinator.broadcast(begin() if coordinator.leads else None)
+    if order is None:
+      return None
+    seen = await coordinator.gather(await asyncio.to_thread(self._writer.sees, order))
+    if not all(seen):
+      self._writer = None  # In every process, and for good.
+      return None
+
+    async def reports() -> list[Json]:
+      return await coordinator.gather(None)
+
+    return Shares(order=order, count=len(seen), reports=reports)
+
+  async def _write_share(self, shares: Shares, leaves: Iterable[tuple[str, np.ndarray]]) -> None:
+    number = jax.process_index()
+    write = self._writer.write
+    report = await self._device.run(write, shares.order, number, shares.count, leaves)
+    await self._coordinator.gather(report)

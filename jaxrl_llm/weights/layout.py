@@ -10,7 +10,7 @@ same stream. `to_hf` changes neither the values nor the data type of the tensors
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -67,7 +67,9 @@ def to_hf(params: Params, spec: ModelSpec) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def hf_parts(
-  leaves: Iterable[tuple[str, Shaped[np.ndarray, '...']]], spec: ModelSpec
+  leaves: Iterable[tuple[str, Shaped[np.ndarray, '...']]],
+  spec: ModelSpec,
+  only: Collection[str] | None = None,
 ) -> Iterator[tuple[TensorEntry, Shaped[np.ndarray, '...']]]:
   """Converts a stream of parameters, or parts of them, to Hugging Face tensors as they arrive.
 
@@ -76,6 +78,7 @@ def hf_parts(
       may be stacked or separate. An array that does not stack layers may come in several
       consecutive parts along its first axis.
     spec: spec of the model.
+    only: Hugging Face names of the tensors that `leaves` has; None for all tensors of the model.
 
   Yields:
     (entry, rows) for each tensor or part of one. The parts of a tensor come in order. Each array is
@@ -84,11 +87,12 @@ def hf_parts(
   Raises:
     UserError: the parameters do not match the model.
   """
+  wanted_entries = [e for e in entries(spec) if only is None or e.hf in only]
   by_name: dict[str, list[TensorEntry]] = {}
-  for entry in entries(spec):
+  for entry in wanted_entries:
     for name in {entry.path, entry.unrolled}:
       by_name.setdefault(name, []).append(entry)
-  missing = {entry.hf for entry in entries(spec)}
+  missing = {entry.hf for entry in wanted_entries}
   for name, parts in groupby(leaves, key=lambda leaf: leaf[0]):
     targets = by_name.get(name)
     if targets is None:
@@ -112,9 +116,9 @@ def hf_parts(
       _refuse_shape(name, shape, wanted)
     missing -= {entry.hf for entry in targets}
   if missing:
-    named = [entry.hf for entry in entries(spec) if entry.hf in missing]
+    named = [entry.hf for entry in wanted_entries if entry.hf in missing]
     raise UserError(
-      f'parameters lack {named[:4]} ({len(named)} of {len(entries(spec))} tensors); {_ANOTHER}'
+      f'parameters lack {named[:4]} ({len(named)} of {len(wanted_entries)} tensors); {_ANOTHER}'
     )
 
 

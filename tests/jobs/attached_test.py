@@ -2,6 +2,7 @@
 and a killed one.
 """
 
+import json
 import re
 
 import job
@@ -32,6 +33,8 @@ def test_two_processes_publish_together(tmp_path):
   with fakes(tmp_path) as flags:
     job.train(tmp_path / 'run', *flags, '--config.learner.mesh.fsdp=2', processes=2)
   check(tmp_path / 'run')
+  events = [json.loads(line) for line in (tmp_path / 'run' / 'events.jsonl').open()]
+  assert {event['writers'] for event in events if event.get('how') == 'loaded'} == {2}
 
 
 @pytest.mark.acceptance

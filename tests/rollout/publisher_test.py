@@ -177,6 +177,12 @@ def test_parts_are_the_parameters_bit_for_bit(axes, scan_layers, dtype, several)
   }
   assert_same_bits(dict(joined(parts)), wanted)
   assert_same_bits(Gatherer(mesh).gather(params), stack_layers(host) if scan_layers else host)
+  # Only those with the given names are copied to the host.
+  some = {'layers/1/mlp/up/kernel', 'norm/scale', 'embed/kernel'}
+  gatherer = Gatherer(mesh, dtype=dtype, part_bytes=1, several=several)
+  assert_same_bits(
+    dict(joined(gatherer.leaves(params, some))), {name: wanted[name] for name in some}
+  )
 
 
 @pytest.mark.parametrize('rows', [4, 5, 12])
@@ -213,9 +219,9 @@ class CountingGatherer(Gatherer):
 
   gathered = 0
 
-  def leaves(self, params):
+  def leaves(self, params, names=None):
     self.gathered += 1
-    return super().leaves(params)
+    return super().leaves(params, names)
 
   def take_part(self, params):
     self.gathered += 1

@@ -67,6 +67,8 @@ def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
     if apart
     else lambda params: params,
     events=process.events,
+    coordinator=process.coordinator,
+    writer=None if spec.share_writer is None else spec.share_writer(model.spec),
   )
 
 

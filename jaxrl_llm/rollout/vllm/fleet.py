@@ -26,7 +26,7 @@ from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.core.net.registry import LOOK_S, Lease
 from jaxrl_llm.core.process_clock import TOKENS, seconds_metrics
-from jaxrl_llm.core.types import Version
+from jaxrl_llm.core.types import Json, Version
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.api import Completion, Probe, Request, Weights
 from jaxrl_llm.rollout.vllm.answer import Begun
@@ -36,6 +36,7 @@ from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Requirements, Unproven
 from jaxrl_llm.rollout.vllm.selftest import sampling_fault
 from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.shares import Proof, ShareOrder
 from jaxrl_llm.rollout.vllm.stream import Answer, Broken
 from jaxrl_llm.rollout.vllm.transfer import slice_of
 from jaxrl_llm.weights.checksums import Slice
@@ -402,13 +403,7 @@ class Fleet:
       self._check_alive()
       loop = asyncio.get_running_loop()
       began = loop.time()
-      publication = await self._run(
-        self._folder.write,
-        weights.version,
-        weights.leaves,
-        slices=self._slices(),
-        checksums=any(replica.slices and not replica.on_cpu for replica in self.replicas),
-      )
+      publication = await self._write(weights)
       self._seconds['perf/publish_write_s'] = loop.time() - began
       current = _Current(publication, weights.probe)
       # Until all hosts have the files, the servers sample with the version before.
@@ -448,6 +443,36 @@ class Fleet:
       self._seconds['perf/publish_pause_s'] = max(pauses, default=0.0)
       self._measure_publication(publication)
     self._dispatcher.dispatch()
+
+  def begin_load(self) -> Json | None:
+    self._check_alive()
+    order = self._folder.begin_shares(**self._proofs())
+    return None if order is None else order.to_json()
+
+  async def _write(self, weights: Weights) -> Publication:
+    """Publishes a version in the folder, together with the other processes of the trainer if they
+    write shares.
+    """
+    if (shares := weights.shares) is None:
+      write = self._folder.write
+      return await self._run(write, weights.version, weights.leaves, **self._proofs())
+    order = ShareOrder.from_json(shares.order)
+    write = self._folder.write_share
+    proofs = [await self._run(write, order, shares.count, weights.leaves)]
+    for number, report in enumerate(await shares.reports()):
+      if number and 'error' in report:
+        raise RunError(
+          f'version {weights.version} was not published: process {number} could not write its '
+          f'share: {report["error"]}'
+        )
+      if number:
+        proofs.append(Proof.from_json(report))
+    return await asyncio.to_thread(self._folder.complete, weights.version, proofs)
+
+  def _proofs(self) -> dict[str, Any]:
+    """Returns the arguments of `PublicationFolder.write` that determine what is computed."""
+    checksums = any(replica.slices and not replica.on_cpu for replica in self.replicas)
+    return {'slices': self._slices(), 'checksums': checksums}
 
   def _measure_publication(self, publication: Publication) -> None:
     nbytes = publication.sent_bytes

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
+import secrets
 import shutil
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -32,15 +32,24 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.lora import is_adapter
 from jaxrl_llm.models.spec import LoraConfig, ModelSpec
 from jaxrl_llm.rollout.vllm.pull.bundle import atom_slices
+from jaxrl_llm.rollout.vllm.shares import (
+  FILE,
+  TOKEN,
+  Proof,
+  ShareOrder,
+  share_file,
+  weights_file,
+  write_share,
+  write_tensors,
+)
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.deltas import Image, apply
-from jaxrl_llm.weights.layout import dtype_of, hf_parts
+from jaxrl_llm.weights.layout import dtype_of
 from jaxrl_llm.weights.peft import WEIGHTS, export_adapter, to_peft
 from jaxrl_llm.weights.safetensors_files import writing
 from jaxrl_llm.weights.tables import entries
 from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter, write_at
 
-FILE = 'weights.safetensors'
 DELTA = 'delta.safetensors'
 MANIFEST = 'manifest.json'
 _ANOTHER = 'has the model changed since the start?'
@@ -161,25 +170,6 @@ def _label(version: Version, digests: Mapping[str, str]) -> str:
   return f'{version}-{xxhash.xxh3_64_hexdigest(text)}'
 
 
-class _Proof(NamedTuple):
-  """Digests and checksums that identify the content of a version's tensors."""
-
-  digests: Mapping[str, str]
-  """xxh3-128 digest of each tensor, keyed by its name."""
-  slices: Mapping[str, Mapping[Slice, str]]
-  """Digests of slices; see `Publication.slices`."""
-  checksums: Mapping[str, Mapping[Slice | None, str]]
-  """Checksums of tensors and slices; see `Publication.file_checksums`."""
-
-  @property
-  def of_slices(self) -> dict[str, list[list[Any]]]:
-    """Returns [axis, start, length, digest, checksum] of each slice, keyed by tensor name."""
-    return {
-      name: [[*cut, value, self.checksums.get(name, {}).get(cut)] for cut, value in cuts.items()]
-      for name, cuts in self.slices.items()
-    }
-
-
 class PublicationFolder:
   """Folder of published versions. It contains the newest version, and the previous version until it
   is released.
@@ -265,51 +255,77 @@ class PublicationFolder:
         return self._write_next(version, leaves, writer)
       with self._weights_file() as file:
         writer.open(file, self._layout)
-        proof = self._write(writer, leaves)
+        proof = write_tensors(writer, leaves, self._spec)
       return self._publish(version, proof)
 
   def _writer(
     self, slices: Mapping[str, Collection[Slice]] | None, checksums: bool
   ) -> TensorWriter:
-    wanted = {
+    return TensorWriter(self._dtype, self._wanted(slices), checksums=checksums)
+
+  def _wanted(self, slices: Mapping[str, Collection[Slice]] | None) -> dict[str, Collection[Slice]]:
+    """Returns all slices whose digests are computed: those of servers, and the atoms."""
+    return {
       name: {*(slices or {}).get(name, ()), *self._atoms.get(name, ())}
       for name in self._layout.offsets
     }
-    return TensorWriter(self._dtype, wanted, checksums=checksums)
 
-  def _write(self, writer: TensorWriter, leaves: Iterable[tuple[str, np.ndarray]]) -> _Proof:
-    """Writes the tensors, and returns their digests and checksums. The digests are in the order of
-    `FileLayout`.
-    """
-    for entry, rows in hf_parts(leaves, self._spec):
-      writer.add(entry.hf, rows, whole=rows.shape == entry.shape)
-    return _Proof(writer.finish(), writer.slice_digests(), writer.checksums())
-
-  @contextlib.contextmanager
-  def _weights_file(self) -> Iterator[BinaryIO]:
-    """Opens the weights file of the next version. At the end of the `with` block, the content is
-    flushed to disk.
-    """
+  def _weights_file(self) -> contextlib.AbstractContextManager[BinaryIO]:
+    """Opens the weights file of the next version; see `weights_file`."""
     unfinished = self.root / 'unfinished'
     unfinished.mkdir(exist_ok=True)
-    # The file is not opened in mode 'w', which would free its pages (see the class).
-    with os.fdopen(
-      os.open(unfinished / FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+b', buffering=0
-    ) as file:
-      yield file
-      os.fsync(file.fileno())
+    return weights_file(unfinished / FILE)
+
+  def begin_shares(
+    self, *, slices: Mapping[str, Collection[Slice]] | None = None, checksums: bool = False
+  ) -> ShareOrder | None:
+    """Prepares a directory into which all processes of the trainer write a version; see `write` for
+    the arguments. Returns the order for them, or None if process 0 must write alone, because deltas
+    or adapters are published.
+    """
+    if self._full_every > 1:
+      return None
+    unfinished, token = self.root / 'unfinished', secrets.token_hex(16)
+    with writing(self.root), self._lock:
+      unfinished.mkdir(exist_ok=True)
+      (unfinished / TOKEN).write_text(token)
+    wanted = self._wanted(slices)
+    return ShareOrder(str(unfinished.absolute()), token, self._dtype, wanted, checksums)
+
+  def write_share(
+    self, order: ShareOrder, count: int, leaves: Iterable[tuple[str, np.ndarray]]
+  ) -> Proof:
+    """Writes the share of process 0 of `count` processes, and returns its digests.
+
+    Raises:
+      UserError, RunError: see `write`.
+    """
+    with self._lock:
+      return write_share(self._spec, order, 0, count, leaves)
+
+  def complete(self, version: Version, shares: Sequence[Proof]) -> Publication:
+    """Publishes a version whose shares were written. `shares` has those of all processes, in the
+    order of their numbers.
+    """
+    with writing(self.root), self._lock:
+      (self.root / 'unfinished' / TOKEN).unlink()
+      files = {share_file(i): share.digests for i, share in enumerate(shares)}
+      return self._publish(version, Proof.of(shares), files=files)
 
   def _publish(
     self,
     version: Version,
-    proof: _Proof,
+    proof: Proof,
     changed_fraction: float | None = None,
+    files: Mapping[str, Mapping[str, str]] | None = None,
   ) -> Publication:
-    """Makes a finished weights file visible under its final name, and returns its publication."""
+    """Makes finished weights files visible under their final names, and returns their publication.
+    If `files` is None, one file has all tensors.
+    """
     publication = Publication(
       version=version,
       directory=self.root / str(version),
-      files={FILE: proof.digests},
+      files=files or {FILE: proof.digests},
       nbytes=self._layout.nbytes,
       slices=proof.slices,
       file_checksums=proof.checksums,
@@ -353,7 +369,7 @@ class PublicationFolder:
     )
     self._image.begin(compare=before is not None, collect=not is_due)
     writer.pass_to(self._image, self._layout)
-    proof = self._write(writer, leaves)
+    proof = write_tensors(writer, leaves, self._spec)
     fraction = None
     if before is not None:
       fraction = self._image.changed / (self._layout.nbytes // dtype_of(self._dtype).itemsize)
@@ -378,7 +394,7 @@ class PublicationFolder:
   def _write_image(
     self,
     version: Version,
-    proof: _Proof,
+    proof: Proof,
     changed_fraction: float | None = None,
   ) -> Publication:
     with self._weights_file() as file:
@@ -386,7 +402,7 @@ class PublicationFolder:
       file.truncate(self._layout.size)
     return self._publish(version, proof, changed_fraction)
 
-  def _write_delta(self, version: Version, before: Publication, proof: _Proof) -> Delta:
+  def _write_delta(self, version: Version, before: Publication, proof: Proof) -> Delta:
     directory, unfinished = self.root / f'delta-{version}', self.root / 'unfinished-delta'
     unfinished.mkdir(exist_ok=True)
     arrays = dict(self._image.arrays())
@@ -419,7 +435,7 @@ class PublicationFolder:
       if newest is None or newest.label != publication.label:
         raise ValueError(f'version {publication.version} is no longer the newest')
       if newest.deltas:
-        proof = _Proof(newest.digests, newest.slice_digests, newest.checksums)
+        proof = Proof(newest.digests, newest.slice_digests, newest.checksums)
         self._newest = None
         self._newest = self._write_image(newest.version, proof, newest.changed_fraction)
       return self._newest
@@ -469,6 +485,11 @@ class AdapterFolder(PublicationFolder):
   ):
     super().__init__(root, spec, dtype=dtype, private=private, atoms=atoms)
     self._lora, self._base = lora, None
+
+  def begin_shares(
+    self, *, slices: Mapping[str, Collection[Slice]] | None = None, checksums: bool = False
+  ) -> None:
+    return None
 
   def write(
     self,

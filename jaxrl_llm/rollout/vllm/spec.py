@@ -22,6 +22,7 @@ from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
 from jaxrl_llm.rollout.vllm.pull.source import PullTransfer, Source
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import OwnedServer, ServerCommand, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.shares import VllmShareWriter
 from jaxrl_llm.rollout.vllm.transfer import Transfer, build_transfer
 from jaxrl_llm.weights.hf import write_config
 
@@ -68,6 +69,7 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
     ),
     unsupported=config.unsupported,
     commands=lambda setting: _lines(config, setting),
+    share_writer=VllmShareWriter,
   )
 
 

@@ -1,0 +1,223 @@
+"""Published weights written by several processes of the trainer: each writes a share of the tensors
+into a file of its own, and process 0 makes the version visible.
+
+Invariant: the shares of all processes together are all tensors, and each tensor is in one share.
+Every process derives them from the model's spec alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import math
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.weights.checksums import Slice
+from jaxrl_llm.weights.layout import hf_parts
+from jaxrl_llm.weights.safetensors_files import writing
+from jaxrl_llm.weights.tables import entries
+from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter
+
+FILE = 'weights.safetensors'
+"""Name of the file with all tensors, or with the share of process 0."""
+
+
+class Proof(NamedTuple):
+  """Values by which readers and servers recognise the tensors of a version."""
+
+  digests: Mapping[str, str]
+  """xxh3-128 digest of each tensor, keyed by its name."""
+  slices: Mapping[str, Mapping[Slice, str]]
+  """xxh3-128 digests of slices of the tensors, keyed by tensor name and slice."""
+  checksums: Mapping[str, Mapping[Slice | None, str]]
+  """Checksums of tensors and slices; see `Publication.file_checksums`."""
+
+  @property
+  def of_slices(self) -> dict[str, list[list[Any]]]:
+    """Returns [axis, start, length, digest, checksum] of each slice, keyed by tensor name."""
+    return {
+      name: [[*cut, value, self.checksums.get(name, {}).get(cut)] for cut, value in cuts.items()]
+      for name, cuts in self.slices.items()
+    }
+
+  def to_json(self) -> Json:
+    whole = {name: values[None] for name, values in self.checksums.items()}
+    return {'digests': dict(self.digests), 'slices': self.of_slices, 'checksums': whole}
+
+  @classmethod
+  def from_json(cls, value: Any) -> Proof:
+    slices: dict[str, dict[Slice, str]] = {}
+    checksums: dict[str, dict[Slice | None, str]] = {
+      name: {None: whole} for name, whole in value['checksums'].items()
+    }
+    for name, cuts in value['slices'].items():
+      for *cut, digest, checksum in cuts:
+        slices.setdefault(name, {})[Slice(*cut)] = digest
+        if checksum is not None:
+          checksums[name][Slice(*cut)] = checksum
+    return cls(value['digests'], slices, checksums)
+
+  @classmethod
+  def of(cls, parts: Iterable[Proof]) -> Proof:
+    """Returns the proof of several files together."""
+    joined = cls({}, {}, {})
+    for part in parts:
+      joined = cls(
+        {**joined.digests, **part.digests},
+        {**joined.slices, **part.slices},
+        {**joined.checksums, **part.checksums},
+      )
+    return joined
+
+
+def share_file(number: int) -> str:
+  """Returns the name of the file that process `number` writes."""
+  return FILE if number == 0 else f'weights-{number}.safetensors'
+
+
+def share_of(spec: ModelSpec, number: int, count: int) -> frozenset[str]:
+  """Returns the Hugging Face names of the tensors that process `number` of `count` writes. The
+  shares have similar sizes.
+  """
+  shares: list[tuple[int, int, set[str]]] = [(0, i, set()) for i in range(count)]
+  for entry in sorted(entries(spec), key=lambda entry: (-math.prod(entry.shape), entry.hf)):
+    size, index, names = heapq.heappop(shares)
+    heapq.heappush(shares, (size + math.prod(entry.shape), index, names | {entry.hf}))
+  return frozenset(next(names for _, index, names in shares if index == number))
+
+
+def share_layout(spec: ModelSpec, number: int, count: int, dtype: str) -> FileLayout:
+  """Returns the layout of the file that process `number` of `count` writes."""
+  names = share_of(spec, number, count)
+  return FileLayout({entry.hf: entry.shape for entry in entries(spec) if entry.hf in names}, dtype)
+
+
+def write_tensors(
+  writer: TensorWriter,
+  leaves: Iterable[tuple[str, np.ndarray]],
+  spec: ModelSpec,
+  only: Collection[str] | None = None,
+) -> Proof:
+  """Passes parameters to a writer as Hugging Face tensors. The order of the digests is that of the
+  writer's layouts.
+
+  Args:
+    only: names of the tensors that `leaves` has; None for all.
+  """
+  for entry, rows in hf_parts(leaves, spec, only):
+    writer.add(entry.hf, rows, whole=rows.shape == entry.shape)
+  return Proof(writer.finish(), writer.slice_digests(), writer.checksums())
+
+
+@contextlib.contextmanager
+def weights_file(path: Path) -> Iterator[BinaryIO]:
+  """Opens a file of weights, whose earlier content is overwritten. At the end of the `with` block,
+  the content is flushed to disk.
+  """
+  # The file is not opened in mode 'w', which would free its pages: writing to existing pages of
+  # shared memory is faster than allocating new ones.
+  with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), 'r+b', buffering=0) as file:
+    yield file
+    os.fsync(file.fileno())
+
+
+class ShareOrder(NamedTuple):
+  """Order of process 0 to the other processes to write their shares of a version."""
+
+  directory: str
+  """Directory of the unfinished version."""
+  token: str
+  """Content of the file `TOKEN` there, by which a process recognises the directory."""
+  dtype: str
+  """Hugging Face name of the data type of the tensors."""
+  slices: Mapping[str, Collection[Slice]]
+  """Slices to compute digests of, keyed by tensor name."""
+  checksums: bool
+  """Whether to compute checksums too."""
+
+  def to_json(self) -> Json:
+    slices = {name: sorted(map(list, cuts)) for name, cuts in self.slices.items()}
+    return {**self._asdict(), 'slices': slices}
+
+  @classmethod
+  def from_json(cls, value: Any) -> ShareOrder:
+    slices = {name: [Slice(*cut) for cut in cuts] for name, cuts in value['slices'].items()}
+    return cls(**{**value, 'slices': slices})
+
+
+TOKEN = 'token'
+
+
+class VllmShareWriter:
+  """Writes the share of one process of the trainer."""
+
+  def __init__(self, spec: ModelSpec):
+    """
+    Args:
+      spec: spec of the language model.
+    """
+    self._spec = spec
+
+  def sees(self, order: Json) -> bool:
+    """Returns whether this process sees the directory into which process 0 publishes."""
+    asked = ShareOrder.from_json(order)
+    try:
+      return (Path(asked.directory) / TOKEN).read_text() == asked.token
+    except OSError:
+      return False
+
+  def names(self, number: int, count: int) -> Collection[str]:
+    """Returns the names in the unrolled tree of the parameters that process `number` writes."""
+    share = share_of(self._spec, number, count)
+    return {entry.unrolled for entry in entries(self._spec) if entry.hf in share}
+
+  def write(
+    self, order: Json, number: int, count: int, leaves: Iterable[tuple[str, np.ndarray]]
+  ) -> Json:
+    """Writes the share of process `number`. Returns the digests for process 0 or, if the share
+    cannot be written, the error.
+
+    Args:
+      leaves: parameters of the share. All are taken in any case, since the other processes need
+        this one to gather theirs.
+    """
+    asked, leaves = ShareOrder.from_json(order), iter(leaves)
+    try:
+      proof = write_share(self._spec, asked, number, count, leaves)
+      return proof.to_json()
+    except (RunError, UserError) as error:
+      for _ in leaves:
+        pass
+      return {'error': str(error)}
+
+
+def write_share(
+  spec: ModelSpec,
+  order: ShareOrder,
+  number: int,
+  count: int,
+  leaves: Iterable[tuple[str, np.ndarray]],
+) -> Proof:
+  """Writes the share of process `number` of `count` into its file.
+
+  Raises:
+    UserError: the parameters do not match the model.
+    RunError: the file cannot be written.
+  """
+  path = Path(order.directory) / share_file(number)
+  layout = share_layout(spec, number, count, order.dtype)
+  with (
+    writing(path.parent),
+    TensorWriter(order.dtype, order.slices, checksums=order.checksums) as writer,
+    weights_file(path) as file,
+  ):
+    writer.open(file, layout)
+    return write_tensors(writer, leaves, spec, layout.offsets.keys())
