@@ -72,6 +72,7 @@ updates and adapter loads whose directories are checked.
 """
 
 _HEADER_WORD = re.compile(r'[\x21-\x7e]+')
+_SMALL_BODY = 64 << 10
 _CONNECT_S = 10.0
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 """Function that answers an authenticated request. It may raise Refusal."""
@@ -149,7 +150,7 @@ class Front(Endpoint):
     return await self._forward(request, path, query)
 
   async def _forward(self, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
-    body = await self._body(request, path)
+    body, is_checked = await self._body(request, path)
     url = yarl.URL.build(
       scheme='http',
       host=self._base.host,
@@ -163,7 +164,11 @@ class Front(Endpoint):
     try:
       # Wait 'upstream': bounded by the client, which cancels the request by hanging up.
       async with self._session.request(
-        request.method, url, data=body, headers=self._headers(request, body), allow_redirects=False
+        request.method,
+        url,
+        data=body,
+        headers=self._headers(request, is_checked),
+        allow_redirects=False,
       ) as upstream:
         response = _begun_as(upstream)
         await response.prepare(request)
@@ -182,32 +187,35 @@ class Front(Endpoint):
       raise Refusal(502, 'the server behind this front cannot be reached, or failed') from None
     return response
 
-  async def _body(self, request: web.BaseRequest, path: str) -> bytes | Upload | None:
-    """Returns the request body to pass on; None if the request has no body.
-
-    For paths whose bodies are checked, the result is the checked body as bytes. For other paths, it
-    is a stream of the body.
+  async def _body(self, request: web.BaseRequest, path: str) -> tuple[bytes | Upload | None, bool]:
+    """Returns (request body to pass on, whether it was checked). The body is None if the request
+    has none, and a stream if it is large and not checked.
     """
     limits = {RPC_PATH: MAX_RPC_BODY}
     if self._publish_roots:
       limits |= {UPDATE_PATH: MAX_UPDATE_BODY, ADAPTER_PATH: MAX_UPDATE_BODY}
     upload = await begin_upload(request, limits.get(path, MAX_BODY))
     if path not in limits:
-      return upload if request.can_read_body else None
+      if not request.can_read_body:
+        return None, False
+      # vLLM answers some requests without reading their body, and closes the connection. A small
+      # body is therefore sent together with the headers.
+      is_small = request.content_length is not None and request.content_length <= _SMALL_BODY
+      return (await upload.read() if is_small else upload), False
     content = parse_object(await upload.read())
     if path == RPC_PATH:
-      return _checked_rpc(content)
+      return _checked_rpc(content), True
     check = _checked_update if path == UPDATE_PATH else _checked_adapter
-    return await asyncio.to_thread(check, content, self._publish_roots)
+    return await asyncio.to_thread(check, content, self._publish_roots), True
 
-  def _headers(self, request: web.BaseRequest, body: bytes | Upload | None) -> dict[str, str]:
+  def _headers(self, request: web.BaseRequest, is_checked: bool) -> dict[str, str]:
     """Returns the headers to send upstream. The client's headers are dropped, except for the
     Content-Type of an unchecked body.
     """
     headers = {hdrs.ACCEPT_ENCODING: 'identity'}
     if self._upstream_token is not None:
       headers[hdrs.AUTHORIZATION] = f'Bearer {self._upstream_token}'
-    if isinstance(body, bytes):
+    if is_checked:
       headers[hdrs.CONTENT_TYPE] = 'application/json'
     elif hdrs.CONTENT_TYPE in request.headers:
       headers[hdrs.CONTENT_TYPE] = request.headers[hdrs.CONTENT_TYPE]
