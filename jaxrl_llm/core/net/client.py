@@ -147,9 +147,8 @@ class Client:
       Refused: the status is below 500 and does not mean success. Success is 206 if the headers
         request a range, otherwise 200.
     """
-    timeout = aiohttp.ClientTimeout(
-      total=deadline_s, sock_connect=min(deadline_s or _CONNECT_S, _CONNECT_S), sock_read=silence_s
-    )
+    connect_s = min(deadline_s or _CONNECT_S, _CONNECT_S)
+    timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=connect_s, sock_read=silence_s)
     content = {'data': body} if isinstance(body, bytes) else {'json': body}
     options = {**content, 'params': params, 'headers': headers, 'allow_redirects': False}
     session = self._opened(label)
@@ -159,8 +158,13 @@ class Client:
         if received.status != (206 if headers and hdrs.RANGE in headers else 200):
           raise _status_error(received, await response.read(), label)
         yield response
-    except TimeoutError:  # TimeoutError is caught before its base class OSError.
-      raise Lost(f'{label}: no answer within {deadline_s or silence_s:g} s') from None
+    # Timeouts are caught before their base class OSError.
+    except aiohttp.ConnectionTimeoutError:
+      raise Lost(f'{label}: no connection within {connect_s:g} s') from None
+    except aiohttp.SocketTimeoutError:
+      raise Lost(f'{label}: no answer within {silence_s:g} s') from None
+    except TimeoutError:
+      raise Lost(f'{label}: no answer within {deadline_s:g} s') from None
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
       raise Lost(f'{label}: {type(error).__name__}: {_line(str(error))}') from None
     except aiohttp.ClientError as error:
