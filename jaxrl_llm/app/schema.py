@@ -348,7 +348,7 @@ class Config:
         "phases.engine: 'sleep', but with rollout.vllm.discover servers join and leave while "
         "others sleep; wanted 'resident', or rollout.vllm.addresses"
       )
-    if phases.engine == 'sleep' and not vllm.attached and not vllm.args.get('enable_sleep_mode'):
+    if phases.engine == 'sleep' and not vllm.attached and not vllm.option('enable_sleep_mode'):
       raise UserError(
         "phases.engine: 'sleep', but the servers start without sleep mode; set "
         "rollout.vllm.args.enable_sleep_mode=True (GPUs only), or phases.engine='destroy'"

@@ -178,6 +178,9 @@ class ModelOptions:
   """Configuration of adapters. If None, there are no adapters, and the whole model is trained."""
 
   def __post_init__(self):
-    for name, value in (('dtype', self.dtype), ('param_dtype', self.param_dtype)):
+    dtypes = {'dtype': self.dtype, 'param_dtype': self.param_dtype}
+    if self.reduce_dtype is not None:
+      dtypes['reduce_dtype'] = self.reduce_dtype
+    for name, value in dtypes.items():
       if value not in DTYPES:
         raise UserError(f'model {name}: got {value!r}, wanted one of {", ".join(DTYPES)}')

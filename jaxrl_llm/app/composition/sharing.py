@@ -4,6 +4,8 @@ and the allocator that lets the trainer return memory.
 
 from __future__ import annotations
 
+import collections
+import itertools
 import os
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
@@ -29,7 +31,7 @@ class Shares(NamedTuple):
   trainer: float
   """Share that XLA reserves when it starts; 0 if it allocates memory on demand."""
   servers: int
-  """Number of the run's own servers on the trainer's GPUs."""
+  """Number of the run's own servers on the GPU of the trainer that most of them share."""
   each: float
   """Share that each server reserves."""
 
@@ -53,11 +55,14 @@ def shares(config: Config, environ: Mapping[str, str] = os.environ) -> Shares | 
     return None
   visible = environ.get('CUDA_VISIBLE_DEVICES')
   ours = None if visible is None else visible.split(',')
-  named = [names.split(',') for names in vllm.devices] or [None] * vllm.servers
-  beside = sum(names is None or ours is None or not set(names).isdisjoint(ours) for names in named)
+  beside = vllm.servers  # Without `devices`, all servers use the first GPUs that the trainer sees.
+  if vllm.devices:
+    named = itertools.chain.from_iterable(set(names.split(',')) for names in vllm.devices)
+    counts = collections.Counter(name for name in named if ours is None or name in ours)
+    beside = max(counts.values(), default=0)
   preallocates = environ.get(_PREALLOCATE, 'true').lower() != 'false'
   trainer = float(environ.get(_FRACTION, '0.75')) if preallocates else 0.0
-  return Shares(trainer, beside, float(vllm.args.get('gpu_memory_utilization', _VLLM_SHARE)))
+  return Shares(trainer, beside, float(vllm.option('gpu_memory_utilization', _VLLM_SHARE)))
 
 
 def _takes_turns(config: Config) -> bool:

@@ -264,7 +264,16 @@ class VllmConfig:
 
   @property
   def speculative(self) -> bool:
-    return self.args.get('speculative_config') is not None
+    return self.option('speculative_config') is not None
+
+  def option(self, name: str, default: Any = None) -> Any:
+    """Returns the value of one of vLLM's options in `args`, or `default` if it is not there.
+
+    Args:
+      name: name of the option with underscores. In `args`, it may also have hyphens.
+    """
+    values = {key.replace('-', '_'): value for key, value in self.args.items()}
+    return values.get(name, default)
 
   def unsupported(self, sampling: Sampling) -> str | None:
     """Returns the reason why servers with this configuration cannot use the given sampling
@@ -511,7 +520,7 @@ def _checked_workers(config: VllmConfig, args: Mapping[str, Any]) -> int:
       "rollout.vllm.transfer: 'ipc' reaches only one GPU, but "
       f'rollout.vllm.args.tensor_parallel_size is {workers}; set transfer to nccl or files'
     )
-  if config.transfer != 'files' and int(args.get('data_parallel_size', 1)) > 1:
+  if not config.reads_files and int(args.get('data_parallel_size', 1)) > 1:
     raise UserError(
       f'rollout.vllm.transfer: {config.transfer!r} does not reach the copies of a model within one '
       'server (rollout.vllm.args.data_parallel_size); set rollout.vllm.servers instead'

@@ -64,5 +64,13 @@ def test_servers_that_reserve_more_than_a_gpu_are_refused_with_the_arithmetic():
   check_allocator(configured(devices=('1', '2')), 'gpu', apart)
 
 
+def test_servers_on_different_gpus_do_not_add_up():
+  one_each = configured(args={'gpu-memory-utilization': 0.6}, devices=('0', '1'))
+  check_allocator(one_each, 'gpu', {**RELEASING, 'CUDA_VISIBLE_DEVICES': '0,1'})
+  overlapping = configured(args={'gpu-memory-utilization': 0.6}, devices=('0,1', '1'))
+  with pytest.raises(UserError, match='2 servers on it 60% each: 120%'):
+    check_allocator(overlapping, 'gpu', {**RELEASING, 'CUDA_VISIBLE_DEVICES': '0,1'})
+
+
 def test_attached_servers_have_no_share():
   assert shares(configured(None, addresses=('http://127.0.0.1:1',))) is None
