@@ -54,7 +54,7 @@ class AddedExperts:
     return with_prefixes(rows, samples), {f'experts/{name}': n for name, n in counts.items()}
 
   def _check(self, sample: Sample) -> None:
-    """Raises ValueError if a row exceeds the limits of the run."""
+    """Raises ValueError if the sample exceeds the limits of the run."""
     self._bounds.check_tokens(sample.tokens, 'tokens')
     if len(sample.tokens) > self._bounds.max_length:
       raise ValueError(f'{len(sample.tokens)} tokens, wanted at most {self._bounds.max_length}')

@@ -419,7 +419,8 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _replacing(path: epath.Path) -> Iterator[BinaryIO]:
-  """Opens a file for writing that appears as `path` once the block has ended without an error.
+  """Opens a file for writing. The file appears as `path` once the `with` block has ended without an
+  error.
 
   In a file system, a temporary file is written and renamed at the end. In an object store, this is
   not necessary, because an object appears only when it is complete.

@@ -31,7 +31,7 @@ file of the suite's first evaluation.
 
 Row = dict[str, Any]
 File = tuple[int, int, pathlib.Path]
-"""The index of a stage, a step, and the path of the step's file."""
+"""Index of the stage, number of the step, and path of the step's file."""
 
 
 def is_number(value: Any) -> bool:

@@ -149,8 +149,8 @@ class Image:
 
   @property
   def is_smaller(self) -> bool:
-    """Whether the collected delta has fewer bytes than the tensors. If not, the delta is
-    incomplete, because no more changes are collected.
+    """Whether the collected delta has fewer bytes than the tensors. Once it has as many, `put`
+    collects no further changes, so the delta may then be incomplete.
     """
     return self.nbytes < self._layout.nbytes
 

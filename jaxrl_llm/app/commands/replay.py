@@ -1,12 +1,14 @@
-"""Repeats one update of a run and compares the results bit for bit with the run's records.
+"""Repeats the updates of a run up to step N, and compares the results bit for bit with the run's
+records.
 
   jaxrl replay --workdir=DIR [--step=N]
 
 N is the step of a row of metrics.jsonl, by default the last one. The replay starts from the newest
-commit before N, or from the initial state, and trains on the samples that the run's recorded plans
-list. For each step, it prints the loss, the gradient norm, and 'equal' or the differences. It
-compares metrics and, if a commit of step N exists, also parameters and optimizer state. Exit code 0
-means that everything is equal. The run directory is not changed.
+commit before N, or from the initial state if there is none. It repeats every step up to N, with the
+samples that the run's recorded plans list. For each of these steps, it compares the metrics, and
+prints the loss, the gradient norm, and 'equal' or the differences. If a commit of step N exists, it
+also compares parameters and optimizer state after step N. Exit code 0 means that everything is
+equal. The run directory is not changed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ flags.DEFINE_string('workdir', None, 'Directory of the run.', flag_values=FLAGS)
 flags.DEFINE_integer(
   'step',
   None,
-  'Step of the update to repeat; by default, the last recorded step.',
+  'Last step to repeat; by default, the last recorded step.',
   flag_values=FLAGS,
 )
 _MEASURES = {

@@ -186,8 +186,8 @@ _STEADY_S = 60.0
 
 
 Lend = Callable[[int, str], contextlib.AbstractAsyncContextManager[None]]
-"""Function of a server's number and address that returns a context manager. The server is
-registered within the context.
+"""Function that returns a context manager for the server with a given number and address. The
+server is registered while the context is open.
 """
 
 

@@ -41,7 +41,9 @@ asks the model, and returns the remaining members with notes.
 
 @dataclasses.dataclass(frozen=True)
 class ModelProcessor:
-  """Processor that asks a model. It can run only while it is open."""
+  """Processor that asks a model about the members of a group. It can be called only inside the
+  context that `open` returns.
+  """
 
   open: Callable[[pathlib.Path], contextlib.AbstractAsyncContextManager[Asking]]
   """Returns a context manager for the processor with its journal at the given path. The explorer

@@ -1,9 +1,9 @@
-"""Sender process that transfers published weights to one vLLM server over NCCL or CUDA IPC, with
-vLLM's own engines.
+"""Sender process that transfers published weights to one vLLM server over NCCL or CUDA IPC. It uses
+vLLM's own weight-transfer engines (`vllm.distributed.weight_transfer`).
 
 Runs as a script in vLLM's environment, because the trainer's environment has no torch (see
-`rollout.vllm.transfer`). It imports nothing from jaxrl_llm except `rollout.vllm.worker`, which is
-copied to its directory as `jaxrl_llm_worker`.
+`rollout.vllm.transfer`). It imports nothing from jaxrl_llm except `rollout.vllm.worker`, of which
+a copy named `jaxrl_llm_worker` lies beside the script.
 
 Protocol: each message is a line of JSON. The trainer writes orders to stdin. For each order, this
 process writes one answer to stdout. Before the answer, it may ask the trainer to make calls to the
@@ -21,17 +21,18 @@ publication is read, its digests are verified, and its tensors are compared with
 workers. After that, the answer is never `refused`.
 
 Not tested on hardware: the sender was written against the API of vLLM 0.32 and tested with a
-stand-in for vLLM's engines. The open questions are whether NCCL forms the group and how long a
-transfer takes, whether the server's GPU has room for the buffers when `gpu_memory_utilization` is
-large, and whether CUDA IPC works between containers.
+stand-in for vLLM's weight-transfer engines. The open questions are whether NCCL forms the group and
+how long a transfer takes, whether the server's GPU has room for the buffers when
+`gpu_memory_utilization` is large, and whether CUDA IPC works between containers.
 
 With both backends, a vLLM worker uses its layerwise reload. `start_weight_update` moves the
 parameters to the meta device. `load_weights` fills a layer once its tensors are complete and copies
 the layer into the previous storage of its parameters. `finish_weight_update` restores the rest.
 After a complete update, the live parameters are therefore where `jaxrl_llm_worker.hf_views` looks
 for them. This was verified piece by piece with these functions on a CPU build: the storage is
-unchanged, and digests and logprobs are as published. After an interrupted update, the model may be
-unusable, and the server must be restarted.
+unchanged, the digests are those of the publication, and the logprobs are those of a model with the
+published weights. After an interrupted update, the model may be unusable, and the server must be
+restarted.
 
 Each server has one sender. In their communication group, the sender has rank 0, and the server's
 workers have the ranks from 1 on.

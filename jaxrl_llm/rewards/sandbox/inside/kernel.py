@@ -73,21 +73,21 @@ notifications. A lease blocks anyone who opens the file, even on the host.
 """
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
 _CLONE, _CLONE3 = {'x86_64': 56, 'aarch64': 220}, 435
-"""Numbers of the system calls clone, keyed by machine, and clone3. clone is denied for new user
-namespaces, since not every sandbox can forbid them through /proc. clone3 is always refused, because
+"""Numbers of the system calls clone, keyed by machine, and clone3. Calls of clone that
+create a user namespace are denied, since not every sandbox can forbid them through /proc. clone3 is always refused, because
 the filter cannot see its flags.
 """
 _MMAP = {'x86_64': 9, 'aarch64': 222}
-"""Number of the system call mmap, keyed by machine. The call is denied for shared anonymous memory,
-which can exist without residing in any process.
+"""Number of the system call mmap, keyed by machine. Calls that map shared anonymous memory are
+denied, since it can exist without residing in any process.
 """
 _SOCKET = {'x86_64': (41, 53), 'aarch64': (198, 199)}
 """Numbers of the system calls socket and socketpair, keyed by machine. The calls are allowed only
 for the address families `_FAMILIES`, which the network namespace confines.
 """
 _SETSOCKOPT = {'x86_64': 54, 'aarch64': 208}
-"""Number of the system call setsockopt, keyed by machine. The call is denied for the size of a send
-buffer, since the supervisor's estimate of a socket's memory assumes the default size.
+"""Number of the system call setsockopt, keyed by machine. Calls that set the size of a send
+buffer are denied, since the supervisor's estimate of a socket's memory assumes the default size.
 """
 _SOL_SOCKET, _SO_SNDBUF = 1, 7
 _FAMILIES = {'AF_UNIX': 1, 'AF_INET': 2, 'AF_INET6': 10}

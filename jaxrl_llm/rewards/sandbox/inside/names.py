@@ -235,7 +235,7 @@ def _is_plain(node: ast.AST) -> bool:
 
 def _has_constants(display: ast.AST) -> bool:
   """Returns whether a display (the source of a list, tuple, set or dict, such as `[1, x]`) contains
-  constants, at any depth. Of a dict, only the keys count.
+  constants, at any depth. In a dict, only the keys count.
   """
   nodes = [display]
   while nodes:
