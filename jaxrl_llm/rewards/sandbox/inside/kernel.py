@@ -73,9 +73,9 @@ notifications. A lease blocks anyone who opens the file, even on the host.
 """
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
 _CLONE, _CLONE3 = {'x86_64': 56, 'aarch64': 220}, 435
-"""Numbers of the system calls clone, keyed by machine, and clone3. Calls of clone that
-create a user namespace are denied, since not every sandbox can forbid them through /proc. clone3 is always refused, because
-the filter cannot see its flags.
+"""Numbers of the system calls clone, keyed by machine, and clone3. Calls of clone that create a
+user namespace are denied, since not every sandbox can forbid them through /proc. clone3 is always
+refused, because the filter cannot see its flags.
 """
 _MMAP = {'x86_64': 9, 'aarch64': 222}
 """Number of the system call mmap, keyed by machine. Calls that map shared anonymous memory are
