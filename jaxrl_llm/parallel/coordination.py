@@ -26,9 +26,9 @@ class CoordinationConfig:
   The other processes then exit.
   """
   beat_s: float = 5.0
-  """Seconds between exchanges of the processes (collective operations in which all of them report)
-  while process 0 is busy. A dead process, or a signal that reached only one process, is noticed at
-  the next exchange.
+  """Seconds between the heartbeats that all processes exchange, in a collective operation, while
+  process 0 is busy. A dead process, or a signal that reached only one process, is noticed at the
+  next heartbeat.
   """
   silence_s: float = 1800.0
   """Maximum wait in seconds for another process at an exchange. It must exceed the longest work

@@ -134,14 +134,14 @@ def to_disk(tree: PyTree, directory: pathlib.Path) -> PyTree:
 
 
 def restored(tree: PyTree, homes: Sequence[Sharding]) -> PyTree:
-  """Moves the arrays of a tree back to the memory that programs expect, one at a time, and frees
-  their former memory.
+  """Moves the arrays of a tree from host memory, or from the files that `to_disk` wrote, to the
+  memory that programs expect, one at a time. Frees the host memory and removes the files.
 
   Args:
     homes: sharding that each array gets, in the order of the leaves.
 
   Raises:
-    RunError: a file cannot be read, or its content has changed since it was written.
+    RunError: a file of `to_disk` cannot be read, or its content has changed since it was written.
   """
   leaves, structure = jax.tree.flatten(tree)
 

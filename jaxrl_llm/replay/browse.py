@@ -141,7 +141,9 @@ class Holdings:
   first_plan: int | None
   last_plan: int | None
   unclaimed: tuple[str, ...]
-  """One line each for `segments/` and `quarantine/`, if they have files that no sample needs."""
+  """Lines of text about `segments/` and `quarantine/`, one for each that has files that no sample
+  needs.
+  """
 
   @property
   def lines(self) -> list[str]:

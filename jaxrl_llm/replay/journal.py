@@ -62,7 +62,7 @@ class Rebuilt(NamedTuple):
   ignored: int
   """Number of bytes after the last complete write, from an interrupted write or damage."""
   aside: tuple[str, ...]
-  """New names of the files of the previous index."""
+  """Names under which the files of the previous index are kept."""
 
 
 def attach(db: sqlite3.Connection, directory: pathlib.Path) -> None:

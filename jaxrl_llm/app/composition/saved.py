@@ -39,8 +39,8 @@ def with_sources(saved: Any) -> Any:
 
 
 def _with_source(stage: Any) -> Any:
-  """Returns a saved stage with a `source`. Fields that do not apply to the kind of source are
-  dropped.
+  """Adds a `source` to a saved stage that has none. The stage's former fields move into the source.
+  Those that this kind of source does not have are dropped.
   """
   if not isinstance(stage, dict) or 'source' in stage:
     return stage

@@ -136,7 +136,7 @@ def committed_bests(
 def unknown_bests(
   committed: Mapping[str, Any], config: Config, stages: Sequence[Stage]
 ) -> list[str]:
-  """Returns the names of the stages that had ended at a commit and whose best evaluation is not
+  """Returns the names of the stages that had ended by a commit and whose best evaluation is not
   known, although a later stage begins with their best weights.
   """
   awaited = {stage_of_best(name) for name in _awaited(config, stages, committed['step'])}

@@ -24,9 +24,9 @@ class ExplorerConfig:
   drawn it) are included in this stage's count of the task's visits.
   """
   restarted: int = 0
-  """Number of batches that the run had completed when it last branched with `--reset_data`; 0 if
-  the run has no such branch. In the branch, the stage draws its tasks from the beginning again, and
-  the count of a task's visits also includes the stage's visits before the branch.
+  """Number of batches that the run had completed at its last branch with `--reset_data`; 0 if there
+  was none. After such a branch, the stage draws its tasks from the beginning again, but its visits
+  of a task before the branch still count.
   """
   first_step: int = 0
   """Number of batches that the run completes before the stage."""

@@ -584,9 +584,9 @@ class OwnedServer:
       remove: paths that the guard process removes if this process dies.
     """
     self.name, self.log = name, log
-    # The folder has a short path, because the path of a socket may have at most 107 characters.
-    # Only this user can enter the folder.
     self._opened = contextlib.ExitStack()
+    # The server's socket is in a temporary folder, whose path is short: the path of a socket may
+    # have at most 107 characters. Only this user can enter the folder.
     self._folder = self._opened.enter_context(scratch('jaxrl-vllm-'))
     self._command = command
     self._child = Child(f'engine {name}', log=log, remove=(self._folder, *remove))

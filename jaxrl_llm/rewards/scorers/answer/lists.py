@@ -214,6 +214,8 @@ def tuples_agree(truth: str, answer: str) -> bool | None:
   if wanted is None or got is None:
     return None if wanted is None else False
   order = names(answer)
-  if order and order != (names(truth) or sorted(order)):  # `y = 1, x = 2` is not (1, 2).
+  # If the answer names its entries, they must be in the order of the truth's names or, if the truth
+  # has no names, in alphabetical order: `y = 1, x = 2` does not agree with (1, 2).
+  if order and order != (names(truth) or sorted(order)):
     return False
   return len(wanted) == len(got) and all(_elements_agree(w, g) for w, g in zip(wanted, got))
