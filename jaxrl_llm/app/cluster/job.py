@@ -25,8 +25,9 @@ _VARIABLE = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessResources:
-  """Resources of one process. For a field that is None or 0, the cluster
-  system's default applies."""
+  """Resources of one process. For a field that is None or 0, the cluster system's default
+  applies.
+  """
 
   cpus: int | None = None
   memory_gib: int | None = None
