@@ -73,7 +73,7 @@ def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def scratch(prefix: str) -> Iterator[pathlib.Path]:
+def scratch(prefix: str, parent: str | None = None) -> Iterator[pathlib.Path]:
   """Creates a temporary directory that only this user can enter, and removes it after the block.
 
   First, removes directories with the same prefix that killed processes have left. The directories
@@ -82,9 +82,12 @@ def scratch(prefix: str) -> Iterator[pathlib.Path]:
   Args:
     prefix: prefix of the directory's name. It should end with a hyphen: the prefix 'run' would also
       match directories with the prefix 'runner'.
+    parent: directory in which the directory is created. If None, it is the system's directory for
+      temporary files.
   """
-  _remove_orphans(prefix)
-  with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+  parent = parent or tempfile.gettempdir()
+  _remove_orphans(prefix, parent)
+  with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as name:
     folder = pathlib.Path(name)
     unlocked = folder / f'{_OWNER}.tmp'
     with unlocked.open('w') as owner:
@@ -98,8 +101,8 @@ def scratch(prefix: str) -> Iterator[pathlib.Path]:
       yield folder
 
 
-def _remove_orphans(prefix: str) -> None:
-  for folder in pathlib.Path(tempfile.gettempdir()).glob(f'{prefix}*'):
+def _remove_orphans(prefix: str, parent: str) -> None:
+  for folder in pathlib.Path(parent).glob(f'{prefix}*'):
     # An OSError means that the owner may be alive, or that another process is removing the folder.
     with contextlib.suppress(OSError):
       status = folder.lstat()

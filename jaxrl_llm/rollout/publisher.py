@@ -452,8 +452,8 @@ class Publisher:
 
   async def _agree_on_shares(self) -> Shares | None:
     """Returns how the processes write the weights together, or None if process 0 writes them alone,
-    because there is only one process, the engine does not share the work, or a process does not see
-    the engine's directory.
+    because there is only one process, the engine does not share the work, or a process can write
+    nowhere.
     """
     if self._writer is None or self._coordinator is None or jax.process_count() == 1:
       return None
@@ -465,7 +465,10 @@ class Publisher:
     order = await coordinator.broadcast(begin() if coordinator.leads else None)
     if order is None:
       return None
-    seen = await coordinator.gather(await asyncio.to_thread(self._writer.sees, order))
+    can = True
+    if not coordinator.leads:
+      can = await asyncio.to_thread(self._writer.can_write, order, jax.process_index())
+    seen = await coordinator.gather(can)
     if not all(seen):
       self._writer = None  # In every process, and for good.
       return None

@@ -14,7 +14,7 @@ import aiohttp
 import fronts
 from parameters import random_params
 
-from jaxrl_llm.core.net.endpoint import Endpoint
+from jaxrl_llm.core.net.endpoint import Endpoint, FrontConfig
 from jaxrl_llm.core.net.front import Front
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
@@ -40,7 +40,7 @@ def spec_of(layers: int = 2):
 def published(root: pathlib.Path, step: int = 1, *, spec=None, folder=None, **options):
   """A publication of random weights, and its folder."""
   spec = spec or spec_of()
-  folder = folder or PublicationFolder(root, spec, dtype='float32', atoms=True, **options)
+  folder = folder or PublicationFolder(root, spec, dtype='float32', source=FrontConfig(), **options)
   leaves = flatten(random_params(spec, seed=step)).items()
   return folder.write(Version(0, step), leaves), folder
 
@@ -55,11 +55,12 @@ class Host:
   def client(self) -> VllmClient:
     return VllmClient(self.address, key=fronts.TOKEN, name=self.address)
 
-  async def order(self, *bundles, sources=(), stores=(), place=0, keep=(), number=1):
+  async def order(self, *bundles, sources=(), stores=(), place=0, keep=(), number=1, origins=None):
     order = Order(
       number=number,
       bundles=bundles,
       sources=tuple(sources),
+      origins=origins or {},
       stores=tuple(stores),
       place=place,
       keep=frozenset(keep),

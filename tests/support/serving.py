@@ -137,7 +137,8 @@ async def fleet_of(
   kind = functools.partial(PublicationFolder, full_every=settings.full_every)
   if lora is not None:
     kind = functools.partial(AdapterFolder, lora=lora)
-  kind = functools.partial(kind, atoms=settings.transfer == 'pull')
+  source = settings.source if settings.transfer == 'pull' else None
+  kind = functools.partial(kind, source=source)
   fleet = Fleet(
     replicas,
     settings,

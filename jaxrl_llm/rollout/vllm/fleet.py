@@ -36,7 +36,7 @@ from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Requirements, Unproven
 from jaxrl_llm.rollout.vllm.selftest import sampling_fault
 from jaxrl_llm.rollout.vllm.server import VllmConfig
-from jaxrl_llm.rollout.vllm.shares import Proof, ShareOrder
+from jaxrl_llm.rollout.vllm.shares import Proof, RemoteFile, ShareOrder, share_file
 from jaxrl_llm.rollout.vllm.stream import Answer, Broken
 from jaxrl_llm.rollout.vllm.transfer import slice_of
 from jaxrl_llm.weights.checksums import Slice
@@ -459,15 +459,17 @@ class Fleet:
     order = ShareOrder.from_json(shares.order)
     write = self._folder.write_share
     proofs = [await self._run(write, order, shares.count, weights.leaves)]
-    for number, report in enumerate(await shares.reports()):
-      if number and 'error' in report:
+    remote = {}
+    for number, report in enumerate((await shares.reports())[1:], start=1):
+      if 'error' in report:
         raise RunError(
           f'version {weights.version} was not published: process {number} could not write its '
           f'share: {report["error"]}'
         )
-      if number:
-        proofs.append(Proof.from_json(report))
-    return await asyncio.to_thread(self._folder.complete, weights.version, proofs)
+      proofs.append(Proof.from_json(report['proof']))
+      if 'remote' in report:
+        remote[share_file(number)] = RemoteFile.from_json(report['remote'])
+    return await asyncio.to_thread(self._folder.complete, weights.version, proofs, remote)
 
   def _proofs(self) -> dict[str, Any]:
     """Returns the arguments of `PublicationFolder.write` that determine what is computed."""

@@ -27,6 +27,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.core.disk import sync
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.trees import unflatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.lora import is_adapter
@@ -36,6 +37,7 @@ from jaxrl_llm.rollout.vllm.shares import (
   FILE,
   TOKEN,
   Proof,
+  RemoteFile,
   ShareOrder,
   share_file,
   weights_file,
@@ -108,6 +110,10 @@ class Publication:
   """Label of the version in the files; None if no deltas are published."""
   changed_fraction: float | None = None
   """Share of elements whose bits differ from the previous version; None if the share is unknown."""
+  remote: Mapping[str, RemoteFile] = dataclasses.field(default_factory=dict)
+  """Files that are not in `directory`, because other processes of the trainer serve them, keyed by
+  file name.
+  """
   base: Publication | None = None
   """Publication of the base weights if this publication contains an adapter; None if it contains
   whole weights.
@@ -186,7 +192,7 @@ class PublicationFolder:
     dtype: str,
     private: bool = True,
     full_every: int = 1,
-    atoms: bool = False,
+    source: FrontConfig | None = None,
   ):
     """
     Args:
@@ -199,8 +205,9 @@ class PublicationFolder:
       full_every: interval in versions at which whole weights are published. Each version in between
         is published as a delta if the delta is smaller than the whole weights. If the interval is
         above 1, a copy of the newest version stays in the memory of this process.
-      atoms: whether to compute the digests of the parts of large tensors that hosts fetch
-        separately (`pull.bundle.atom_slices`).
+      source: where processes of the trainer serve the weights to hosts that fetch them; None if
+        servers read the files. Digests of the parts of large tensors that hosts fetch separately
+        (`pull.bundle.atom_slices`) are then computed too.
     """
     self.root, self._dtype = Path(root), dtype
     self._spec, self._full_every = spec, full_every
@@ -217,7 +224,10 @@ class PublicationFolder:
     """Slices whose digests are computed in addition to those that servers hold, keyed by tensor
     name.
     """
-    if atoms:
+    self._source = source
+    self._tokens: dict[Path, str] = {}
+    """Token of the order by which each version was written, keyed by directory."""
+    if source is not None:
       total = self._layout.nbytes
       self._atoms = {entry.hf: atom_slices(entry.shape, itemsize, total) for entry in entries(spec)}
     with writing(self.root):
@@ -289,8 +299,16 @@ class PublicationFolder:
     with writing(self.root), self._lock:
       unfinished.mkdir(exist_ok=True)
       (unfinished / TOKEN).write_text(token)
-    wanted = self._wanted(slices)
-    return ShareOrder(str(unfinished.absolute()), token, self._dtype, wanted, checksums)
+    self._tokens = {path: known for path, known in self._tokens.items() if path.exists()}
+    return ShareOrder(
+      directory=str(unfinished.absolute()),
+      token=token,
+      dtype=self._dtype,
+      slices=self._wanted(slices),
+      checksums=checksums,
+      source=self._source,
+      keep=tuple(self._tokens.values()),
+    )
 
   def write_share(
     self, order: ShareOrder, count: int, leaves: Iterable[tuple[str, np.ndarray]]
@@ -303,14 +321,23 @@ class PublicationFolder:
     with self._lock:
       return write_share(self._spec, order, 0, count, leaves)
 
-  def complete(self, version: Version, shares: Sequence[Proof]) -> Publication:
-    """Publishes a version whose shares were written. `shares` has those of all processes, in the
-    order of their numbers.
+  def complete(
+    self, version: Version, shares: Sequence[Proof], remote: Mapping[str, RemoteFile]
+  ) -> Publication:
+    """Publishes a version whose shares were written.
+
+    Args:
+      shares: proofs of the shares of all processes, in the order of their numbers.
+      remote: see `Publication.remote`.
     """
     with writing(self.root), self._lock:
-      (self.root / 'unfinished' / TOKEN).unlink()
+      token = self.root / 'unfinished' / TOKEN
+      written = token.read_text()
+      token.unlink()
       files = {share_file(i): share.digests for i, share in enumerate(shares)}
-      return self._publish(version, Proof.of(shares), files=files)
+      publication = self._publish(version, Proof.of(shares), files=files)
+      self._tokens[publication.directory] = written
+      return dataclasses.replace(publication, remote=remote)
 
   def _publish(
     self,
@@ -481,9 +508,9 @@ class AdapterFolder(PublicationFolder):
     lora: LoraConfig,
     dtype: str,
     private: bool = True,
-    atoms: bool = False,
+    source: FrontConfig | None = None,
   ):
-    super().__init__(root, spec, dtype=dtype, private=private, atoms=atoms)
+    super().__init__(root, spec, dtype=dtype, private=private, source=source)
     self._lora, self._base = lora, None
 
   def begin_shares(

@@ -1,5 +1,6 @@
 """Published weights written by several processes of the trainer: each writes a share of the tensors
-into a file of its own, and process 0 makes the version visible.
+into a file of its own, and process 0 makes the version visible. A process that does not see process
+0's directory keeps its file in its own memory, and serves it to the hosts that fetch weights.
 
 Invariant: the shares of all processes together are all tensors, and each tensor is in one share.
 Every process derives them from the model's spec alone.
@@ -8,18 +9,25 @@ Every process derives them from the model's spec alone.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import heapq
 import math
 import os
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from absl import logging
 
+from jaxrl_llm.core.disk import scratch
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, BundleFile, describe_file
+from jaxrl_llm.rollout.vllm.pull.server import WeightServer
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.layout import hf_parts
 from jaxrl_llm.weights.safetensors_files import writing
@@ -129,6 +137,20 @@ def weights_file(path: Path) -> Iterator[BinaryIO]:
     os.fsync(file.fileno())
 
 
+class RemoteFile(NamedTuple):
+  """File of a version that another process of the trainer has in its own memory, and serves."""
+
+  address: str
+  file: BundleFile
+
+  def to_json(self) -> Json:
+    return {'address': self.address, 'file': Bundle((self.file,)).to_json()}
+
+  @classmethod
+  def from_json(cls, value: Any) -> RemoteFile:
+    return cls(value['address'], Bundle.from_json(value['file']).files[0])
+
+
 class ShareOrder(NamedTuple):
   """Order of process 0 to the other processes to write their shares of a version."""
 
@@ -142,18 +164,29 @@ class ShareOrder(NamedTuple):
   """Slices to compute digests of, keyed by tensor name."""
   checksums: bool
   """Whether to compute checksums too."""
+  source: FrontConfig | None = None
+  """Where a process that does not see the directory serves its share to the hosts that fetch it.
+  None if servers read the files. Process `n` adds `n` to the port, unless the port is 0.
+  """
+  keep: tuple[str, ...] = ()
+  """Tokens of the versions that are still published."""
 
   def to_json(self) -> Json:
     slices = {name: sorted(map(list, cuts)) for name, cuts in self.slices.items()}
-    return {**self._asdict(), 'slices': slices}
+    source = None if self.source is None else dataclasses.asdict(self.source)
+    return {**self._asdict(), 'slices': slices, 'source': source, 'keep': list(self.keep)}
 
   @classmethod
   def from_json(cls, value: Any) -> ShareOrder:
     slices = {name: [Slice(*cut) for cut in cuts] for name, cuts in value['slices'].items()}
-    return cls(**{**value, 'slices': slices})
+    source = None if value['source'] is None else FrontConfig(**value['source'])
+    changed = {'slices': slices, 'source': source, 'keep': tuple(value['keep'])}
+    return cls(**{**value, **changed})
 
 
 TOKEN = 'token'
+_MEMORY = '/dev/shm'
+"""Directory in memory, in which processes that do not see process 0's directory write."""
 
 
 class VllmShareWriter:
@@ -165,14 +198,30 @@ class VllmShareWriter:
       spec: spec of the language model.
     """
     self._spec = spec
+    self._server: WeightServer | None = None
+    """Server of this process's shares; None if process 0's directory is seen."""
+    self._opened = contextlib.ExitStack()
+    self._folder: Path | None = None
+    """Folder of this process's shares in memory; None before the first."""
 
-  def sees(self, order: Json) -> bool:
-    """Returns whether this process sees the directory into which process 0 publishes."""
+  def can_write(self, order: Json, number: int) -> bool:
+    """Returns whether this process, `number`, sees the directory into which process 0 publishes, or
+    can serve its share.
+    """
     asked = ShareOrder.from_json(order)
-    try:
-      return (Path(asked.directory) / TOKEN).read_text() == asked.token
-    except OSError:
+    if _sees(asked):
+      return True
+    if asked.source is None:
       return False
+    try:
+      if self._server is None:
+        port = asked.source.port and asked.source.port + number
+        self._server = WeightServer(dataclasses.replace(asked.source, port=port))
+      self._server.open()
+    except UserError as error:
+      logging.warning('process 0 writes all weights, because this process cannot serve: %s', error)
+      return False
+    return True
 
   def names(self, number: int, count: int) -> Collection[str]:
     """Returns the names in the unrolled tree of the parameters that process `number` writes."""
@@ -191,12 +240,47 @@ class VllmShareWriter:
     """
     asked, leaves = ShareOrder.from_json(order), iter(leaves)
     try:
-      proof = write_share(self._spec, asked, number, count, leaves)
-      return proof.to_json()
+      if _sees(asked):
+        return {'proof': write_share(self._spec, asked, number, count, leaves).to_json()}
+      return self._write_here(asked, number, count, leaves)
     except (RunError, UserError) as error:
       for _ in leaves:
         pass
       return {'error': str(error)}
+
+  def _write_here(
+    self, order: ShareOrder, number: int, count: int, leaves: Iterator[tuple[str, np.ndarray]]
+  ) -> Json:
+    """Writes a share into memory of this process's host, and serves it. Removes the shares of
+    versions that are no longer published.
+    """
+    if self._folder is None:
+      self._folder = self._opened.enter_context(scratch('jaxrl-shares-', _MEMORY))
+    served = dict(self._server.served)
+    for key, (directory, _) in list(served.items()):
+      if directory.name not in order.keep:
+        del served[key]
+        shutil.rmtree(directory, ignore_errors=True)
+    self._server.served = dict(served)
+    directory = self._folder / order.token
+    with writing(directory):
+      directory.mkdir()
+    proof = write_share(self._spec, order._replace(directory=str(directory)), number, count, leaves)
+    file = describe_file(directory / share_file(number), proof.digests, proof.slices)
+    bundle = Bundle((file,))
+    self._server.served = {**served, bundle.id: (directory, bundle)}
+    return {
+      'proof': proof.to_json(),
+      'remote': RemoteFile(self._server.address, file).to_json(),
+    }
+
+
+def _sees(order: ShareOrder) -> bool:
+  """Returns whether this process sees the directory into which process 0 publishes."""
+  try:
+    return (Path(order.directory) / TOKEN).read_text() == order.token
+  except OSError:
+    return False
 
 
 def write_share(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from jaxrl_llm.core.disk import write_durably
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.connections import read_key
+from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.registry import Kind, Watch
 from jaxrl_llm.rollout.engine import EngineSetting, EngineSpec, Run
 from jaxrl_llm.rollout.vllm.client import VllmClient
@@ -76,7 +77,8 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
 def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   published = publish_directory(config, setting.workdir)
   discovery = None
-  source = _source(config, setting) if config.transfer == 'pull' else None
+  source_config = _source_config(config, setting) if config.transfer == 'pull' else None
+  source = None if source_config is None else Source(source_config)
   if config.discover is not None:
     replicas, discovery = [], _discovery(config, setting, source)
   elif config.addresses:
@@ -99,7 +101,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   layout = dict(
     dtype=_dtype(config, setting),
     private=config.publish_dir is None,
-    atoms=source is not None,
+    source=source_config,
   )
   if _adapter_rank(config, setting):
     folder = AdapterFolder(published, setting.spec, lora=setting.lora, **layout)
@@ -120,9 +122,9 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   )
 
 
-def _source(config: VllmConfig, setting: EngineSetting) -> Source:
-  """Returns the server from which serving hosts fetch weights. It requires the token that the
-  servers require of the trainer.
+def _source_config(config: VllmConfig, setting: EngineSetting) -> FrontConfig:
+  """Returns where the trainer serves weights to the hosts that fetch them. It requires the token
+  that the servers require of the trainer.
   """
   token_file = config.source.token_file or config.key_file
   if token_file is None and setting.registry is not None:
@@ -132,7 +134,7 @@ def _source(config: VllmConfig, setting: EngineSetting) -> Source:
       "rollout.vllm.transfer: 'pull' needs the token that the servers require; name its file in "
       'rollout.vllm.key_file'
     )
-  return Source(dataclasses.replace(config.source, token_file=token_file))
+  return dataclasses.replace(config.source, token_file=token_file)
 
 
 def _discovery(config: VllmConfig, setting: EngineSetting, source: Source | None) -> Discovery:

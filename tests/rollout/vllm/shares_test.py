@@ -41,13 +41,13 @@ def written_by(folder, count, writers=None):
   order = folder.begin_shares(slices=SLICES, checksums=True)
   received = ShareOrder.from_json(order.to_json())
   writer = VllmShareWriter(SPEC)
-  assert writer.sees(order.to_json())
+  assert writer.can_write(order.to_json(), 1)
   reports = [
     writer.write(order.to_json(), i, count, leaves_of(SPEC, writer.names(i, count)))
     for i in range(1, count)
   ]
   mine = folder.write_share(received, count, leaves_of(SPEC, writer.names(0, count)))
-  return folder.complete(V1, [mine, *map(Proof.from_json, reports)])
+  return folder.complete(V1, [mine, *(Proof.from_json(r['proof']) for r in reports)], {})
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -92,11 +92,11 @@ def test_the_next_version_overwrites_the_files_of_a_released_one(tmp_path):
 def test_a_process_that_does_not_see_the_directory_says_so(tmp_path):
   order = PublicationFolder(tmp_path / 'w', SPEC, dtype='float32').begin_shares()
   writer = VllmShareWriter(SPEC)
-  assert writer.sees(order.to_json())
+  assert writer.can_write(order.to_json(), 1)
   (tmp_path / 'elsewhere').mkdir()
   (tmp_path / 'elsewhere' / TOKEN).write_text('of another job')
   for directory in ('elsewhere', 'nowhere'):
-    assert not writer.sees(order._replace(directory=str(tmp_path / directory)).to_json())
+    assert not writer.can_write(order._replace(directory=str(tmp_path / directory)).to_json(), 1)
 
 
 def test_a_share_that_cannot_be_written_is_reported_and_all_parameters_are_taken(tmp_path):

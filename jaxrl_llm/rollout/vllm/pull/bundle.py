@@ -195,16 +195,21 @@ def describe(
   """
   return Bundle(
     tuple(
-      _described(path, files[path.name], slices) if path.name in files else _read(path)
+      describe_file(path, files[path.name], slices) if path.name in files else _read(path)
       for path in sorted(directory.iterdir())
       if path.name != without and path.is_file()
     )
   )
 
 
-def _described(
+def describe_file(
   path: pathlib.Path, digests: Mapping[str, str], slices: Mapping[str, Mapping[Slice, str]]
 ) -> BundleFile:
+  """Describes a safetensors file, of which only the header is read; see `describe`.
+
+  Args:
+    digests: xxh3-128 digest of each tensor, keyed by its name.
+  """
   with path.open('rb') as file:
     length = file.read(8)
     count = int.from_bytes(length, 'little')

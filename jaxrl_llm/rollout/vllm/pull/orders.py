@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import urllib.parse
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.connections import check_address, is_loopback
@@ -13,7 +14,15 @@ from jaxrl_llm.rollout.vllm.pull.bundle import Bundle
 
 PULL_PATH = '/pull'
 _MAX_ADDRESSES = 4096
-_FIELDS = ('number', 'bundles', 'sources', 'stores', 'place', 'keep')
+_FIELDS = ('number', 'bundles', 'sources', 'origins', 'stores', 'place', 'keep')
+
+
+class Candidate(NamedTuple):
+  """A host that has a file, or fetches it."""
+
+  address: str
+  bundle: str
+  """Id of the bundle under which the host has the file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +33,13 @@ class Order:
   """Larger for later orders of the same trainer."""
   bundles: tuple[Bundle, ...]
   sources: tuple[str, ...]
-  """Addresses at which the trainer serves the bundles."""
+  """Addresses at which processes of the trainer serve files. The first one serves the bundles, and
+  each of the others a bundle of a single file.
+  """
+  origins: Mapping[str, int]
+  """For files that other processes than the first serve, keyed by file name, the index of the
+  process in `sources`.
+  """
   stores: tuple[str, ...]
   """Addresses of all hosts that fetch the bundles, in the same order on each of them."""
   place: int
@@ -34,8 +49,8 @@ class Order:
   order with a larger number.
   """
 
-  def candidates(self, number: int) -> tuple[str, ...]:
-    """Returns the addresses from which this host fetches a piece, best first.
+  def candidates(self, number: int, bundle: Bundle, file: str) -> tuple[Candidate, ...]:
+    """Returns the hosts from which this host can fetch a piece of a file of a bundle, best first.
 
     The hosts form a ring. A piece's first host gets it from the trainer, and each of the others
     from the first host of the ring, starting at that one, that works. Thus the trainer sends each
@@ -47,8 +62,13 @@ class Order:
     """
     count = len(self.stores)
     before = (self.place - number) % count if count else 0
-    ring = tuple(self.stores[(number + i) % count] for i in range(before))
-    return (*ring, *self.sources)
+    ring = [Candidate(self.stores[(number + i) % count], bundle.id) for i in range(before)]
+    if not self.sources:
+      return tuple(ring)
+    origin, identity = self.origins.get(file, 0), bundle.id
+    if origin:
+      identity = Bundle((bundle.file(file),)).id
+    return (*ring, Candidate(self.sources[origin], identity))
 
   def home(self, number: int) -> int:
     """Returns the index of the host that gets a piece from the trainer."""
@@ -59,6 +79,7 @@ class Order:
       'number': self.number,
       'bundles': [bundle.to_json() for bundle in self.bundles],
       'sources': list(self.sources),
+      'origins': dict(self.origins),
       'stores': list(self.stores),
       'place': self.place,
       'keep': sorted(self.keep),
@@ -81,10 +102,16 @@ class Order:
       raise ValueError(f'place {place!r:.40}, wanted an index of stores')
     if type(value['number']) is not int:
       raise ValueError(f'number {value["number"]!r:.40}, wanted an integer')
+    sources, origins = _addresses(value['sources'], allow_plaintext), value['origins']
+    if not isinstance(origins, dict) or not all(
+      type(index) is int and 0 <= index < len(sources) for index in origins.values()
+    ):
+      raise ValueError(f'origins {origins!r:.80}, wanted indices of sources')
     return cls(
       number=value['number'],
       bundles=tuple(Bundle.from_json(bundle) for bundle in value['bundles']),
-      sources=_addresses(value['sources'], allow_plaintext),
+      sources=sources,
+      origins=origins,
       stores=stores,
       place=place,
       keep=frozenset(value['keep']),

@@ -7,36 +7,24 @@ Invariant: only files of described publications are served, and only with the to
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
 import threading
 import time
-from collections.abc import Collection
-
-from aiohttp import web
+from collections.abc import Collection, Mapping
 
 from jaxrl_llm.core.net.client import Lost, RemoteError
-from jaxrl_llm.core.net.endpoint import Endpoint, FrontConfig
-from jaxrl_llm.core.net.registry import public_address
-from jaxrl_llm.core.net.server import Refusal
+from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import MANIFEST, Publication
 from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, describe
 from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, Order
-from jaxrl_llm.rollout.vllm.pull.ranges import (
-  WEIGHTS_PATH,
-  read_range,
-  send_nothing,
-  send_range,
-)
+from jaxrl_llm.rollout.vllm.pull.server import WeightServer
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer
 
 _RELEASE_S = 10.0
 """Deadline for a host to remove its files."""
-_START_S = 30.0
-"""Deadline for the thread to listen, and to end."""
 
 
 @dataclasses.dataclass
@@ -51,24 +39,23 @@ class _Host:
 
 
 class Source:
-  """Serves published files from a thread, and orders serving hosts to fetch them."""
+  """Serves published files, and orders serving hosts to fetch them."""
 
   def __init__(self, config: FrontConfig):
     """
     Args:
       config: where to listen. The token is that of the servers' fronts.
     """
-    self._config = config
+    self._server = WeightServer(config)
     self._hosts: dict[str, _Host] = {}
     self._described: dict[pathlib.Path, tuple[tuple[int, int], Bundle]] = {}
     """Inode and modification time of each published directory, and its description."""
-    self._served: dict[str, tuple[pathlib.Path, Bundle]] = {}
-    """Directory and description of each bundle, keyed by its id."""
     self._describing = threading.Lock()
+    self._origins: dict[str, Mapping[str, str]] = {}
+    """For each bundle, keyed by its id, the addresses of files that other processes serve, keyed by
+    file name.
+    """
     self._opening = asyncio.Lock()
-    self._address: str | None = None
-    self._stop = lambda: None
-    self._thread: threading.Thread | None = None
 
   async def join(self, host: str, client: VllmClient) -> None:
     """Adds a server of a host. Starts listening if it is the first.
@@ -77,8 +64,7 @@ class Source:
       UserError: the source cannot listen.
     """
     async with self._opening:
-      if self._address is None:
-        self._address = await self._listen()
+      await asyncio.to_thread(self._server.open)
     members = self._hosts.setdefault(host, _Host()).clients
     if client not in members:
       members.append(client)
@@ -96,11 +82,9 @@ class Source:
           with contextlib.suppress(RemoteError):  # The host may be gone.
             await client.call('POST', PULL_PATH, nothing.to_json(), deadline_s=_RELEASE_S)
     async with self._opening:
-      if not self._hosts and self._address is not None:
-        self._address = None
-        self._stop()
+      if not self._hosts:
         # Wait 'source': bounded: the thread only closes its connections.
-        await asyncio.to_thread(self._thread.join, _START_S)
+        await asyncio.to_thread(self._server.close)
 
   async def check(self, client: VllmClient, *, deadline_s: float) -> None:
     """Raises Refused or Lost unless the server's host can fetch from this source."""
@@ -118,12 +102,13 @@ class Source:
       Refused, Lost: the host cannot fetch the files; the message has the reason.
     """
     bundles = await asyncio.to_thread(self._described_of, publication)
-    host = self._hosts[name]
+    if (host := self._hosts.get(name)) is None:
+      raise Lost('the server has left')
     async with host.pulling:  # Servers of one host need the same files.
       missing = tuple(b for b in bundles.values() if b.id not in host.pulled)
       if missing:
         host.pulled |= await self._command(name, missing, deadline_s)
-      host.pulled = {key: path for key, path in host.pulled.items() if key in self._served}
+      host.pulled = {key: path for key, path in host.pulled.items() if key in self._server.served}
       return {directory: host.pulled[bundle.id] for directory, bundle in bundles.items()}
 
   @property
@@ -155,14 +140,21 @@ class Source:
     raise error
 
   def _order(self, bundles: tuple[Bundle, ...], place: int, stores: tuple[str, ...]) -> Order:
-    assert self._address is not None, 'not listening'
+    assert self._server.address is not None, 'not listening'
+    origins = {
+      file: address
+      for bundle in bundles
+      for file, address in self._origins.get(bundle.id, {}).items()
+    }
+    sources = (self._server.address, *sorted(set(origins.values())))
     return Order(
       number=time.time_ns(),
       bundles=bundles,
-      sources=(self._address,),
+      sources=sources,
+      origins={file: sources.index(address) for file, address in origins.items()},
       stores=stores,
       place=place,
-      keep=frozenset(self._served),
+      keep=frozenset(self._server.served),
     )
 
   def _described_of(self, publication: Publication) -> dict[pathlib.Path, Bundle]:
@@ -182,6 +174,10 @@ class Source:
         stamp = _stamp(directory)
         if described.get(directory, (None,))[0] != stamp:
           bundle = describe(directory, files, slices, without=MANIFEST)
+          if directory == publication.directory and publication.remote:
+            remote = publication.remote
+            bundle = Bundle((*bundle.files, *(each.file for each in remote.values())))
+            self._origins[bundle.id] = {name: each.address for name, each in remote.items()}
           described[directory] = stamp, bundle
     except (OSError, ValueError) as error:
       raise Lost(f'version {publication.version} is no longer published: {error}') from None
@@ -193,43 +189,13 @@ class Source:
       if not is_published:
         del described[directory]
     self._described = described
-    self._served = {bundle.id: (folder, bundle) for folder, (_, bundle) in described.items()}
+    served = {bundle.id: (folder, bundle) for folder, (_, bundle) in described.items()}
+    self._server.served = served
+    self._origins = {key: origins for key, origins in self._origins.items() if key in served}
     try:
       return {directory: described[directory][1] for directory, _, _ in parts}
     except KeyError:
       raise Lost(f'version {publication.version} is no longer published') from None
-
-  async def _listen(self) -> str:
-    """Starts the thread, and returns the address at which serving hosts reach it."""
-    started: concurrent.futures.Future[str] = concurrent.futures.Future()
-    self._thread = threading.Thread(
-      target=lambda: asyncio.run(self._serve(started)), name='weights', daemon=True
-    )
-    self._thread.start()
-    return await asyncio.wait_for(asyncio.wrap_future(started), _START_S)
-
-  async def _serve(self, started: concurrent.futures.Future[str]) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    self._stop = lambda: loop.call_soon_threadsafe(stop.set)
-    try:
-      endpoint = Endpoint(self._config, routes=[('GET', WEIGHTS_PATH)], handle=self._send)
-      await endpoint.start()
-    except BaseException as error:
-      started.set_exception(error)
-      return
-    started.set_result(public_address(endpoint.address))
-    # Wait 'source': unbounded: it serves until the last server leaves.
-    await stop.wait()
-    await endpoint.close()
-
-  async def _send(self, request: web.BaseRequest) -> web.StreamResponse:
-    asked = read_range(request)
-    if asked is None:
-      return send_nothing()
-    served = self._served.get(asked.bundle)
-    if served is None or served[1].file(asked.file) is None:
-      raise Refusal(404, f'bundle {asked.bundle} is no longer published')
-    return await send_range(request, served[0] / asked.file, asked)
 
 
 def _stamp(directory: pathlib.Path) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from jaxrl_llm.core.net.client import Client, Lost, Malformed, RemoteError
 from jaxrl_llm.core.net.front import Handler
 from jaxrl_llm.core.net.server import SERVER, Refusal, begin_upload, parse_object
 from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, Piece
-from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, Order
+from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, Candidate, Order
 from jaxrl_llm.rollout.vllm.pull.ranges import (
   WEIGHTS_PATH,
   Range,
@@ -318,12 +318,13 @@ class Store:
     self, holding: _Holding, order: Order, pieces: list[tuple[int, Piece]], failed: set[str]
   ) -> None:
     for number, piece in pieces:
-      await self._fetch_piece(holding, piece, order.candidates(number), failed)
+      candidates = order.candidates(number, holding.bundle, piece.file)
+      await self._fetch_piece(holding, piece, candidates, failed)
       holding.verified[piece.file][piece.first : piece.last] = b'\1' * (piece.last - piece.first)
       holding.notify()
 
   async def _fetch_piece(
-    self, holding: _Holding, piece: Piece, candidates: tuple[str, ...], failed: set[str]
+    self, holding: _Holding, piece: Piece, candidates: tuple[Candidate, ...], failed: set[str]
   ) -> None:
     """Fetches one piece and verifies it. A candidate that breaks off is followed by the next, which
     continues at the same byte.
@@ -335,11 +336,12 @@ class Store:
     error: Exception = Lost('the order names no address to fetch from')
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-      for address in sorted(candidates, key=failed.__contains__):
+      for candidate in sorted(candidates, key=lambda candidate: candidate.address in failed):
+        address = candidate.address
         try:
           while arrival.position < piece.stop:
             try:
-              await self._receive(holding, piece, address, arrival)
+              await self._receive(holding, piece, candidate, arrival)
             except Lost as later:
               if later.status != _LATER:
                 raise
@@ -359,16 +361,16 @@ class Store:
       await asyncio.sleep(_PAUSE_S)
 
   async def _receive(
-    self, holding: _Holding, piece: Piece, address: str, arrival: _Arrival
+    self, holding: _Holding, piece: Piece, candidate: Candidate, arrival: _Arrival
   ) -> None:
     """Writes the rest of a piece as it arrives."""
-    label = f'{address}: {piece.file}, bytes {arrival.position} to {piece.stop}'
-    path = f'{WEIGHTS_PATH}?bundle={holding.bundle.id}&file={piece.file}'
+    label = f'{candidate.address}: {piece.file}, bytes {arrival.position} to {piece.stop}'
+    path = f'{WEIGHTS_PATH}?bundle={candidate.bundle}&file={piece.file}'
     headers = {'Range': f'bytes={arrival.position}-{piece.stop - 1}'}
     descriptor = os.open(holding.directory / piece.file, os.O_WRONLY)
     try:
       # Wait 'weights': bounded: a candidate that sends nothing for `_SILENCE_S` is given up.
-      async with self._client(address).request(
+      async with self._client(candidate.address).request(
         'GET', path, label=label, deadline_s=None, silence_s=_SILENCE_S, headers=headers
       ) as response:
         async for chunk in response.chunks():

@@ -92,7 +92,7 @@ def trainer(folder: str, address: str, addresses: list[str]) -> None:
 
   async def main():
     folder_of_versions = PublicationFolder(
-      pathlib.Path(folder) / 'published', SPEC, dtype='float32', atoms=True
+      pathlib.Path(folder) / 'published', SPEC, dtype='float32', source=FrontConfig()
     )
     source = Source(listening(folder, address))
     clients = {}

@@ -31,11 +31,13 @@ from fleets import (
 from serving import ask, request
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.rollout.api import Weights
+from jaxrl_llm.rollout.api import Shares, Weights
 from jaxrl_llm.rollout.vllm.client import VllmClient
-from jaxrl_llm.rollout.vllm.pull import source as source_module
+from jaxrl_llm.rollout.vllm.publication import FILE
+from jaxrl_llm.rollout.vllm.pull import server as server_module
 from jaxrl_llm.rollout.vllm.pull.source import PullTransfer, Source
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
+from jaxrl_llm.rollout.vllm.shares import VllmShareWriter
 from jaxrl_llm.weights.tables import entries
 
 
@@ -101,13 +103,13 @@ def test_servers_load_what_their_hosts_have_fetched(tmp_path):
 
 def test_servers_that_share_memory_fetch_once(tmp_path, monkeypatch):
   sent = []
-  send = source_module.send_range
+  send = server_module.send_range
 
   async def counting(request, path, asked):
     sent.append(asked)
     return await send(request, path, asked)
 
-  monkeypatch.setattr(source_module, 'send_range', counting)
+  monkeypatch.setattr(server_module, 'send_range', counting)
 
   async def main():
     async with attached(tmp_path, ['shared', 'shared', 'alone']) as hosts:
@@ -122,7 +124,7 @@ def test_servers_that_share_memory_fetch_once(tmp_path, monkeypatch):
 
 def test_a_server_samples_while_its_host_fetches(tmp_path, monkeypatch):
   may_send = asyncio.Event()
-  send = source_module.send_range
+  send = server_module.send_range
 
   async def main():
     async with attached(tmp_path, ['one']) as hosts:
@@ -136,7 +138,7 @@ def test_a_server_samples_while_its_host_fetches(tmp_path, monkeypatch):
           await asyncio.sleep(0.01)
         return await send(request, path, part)
 
-      monkeypatch.setattr(source_module, 'send_range', holding)
+      monkeypatch.setattr(server_module, 'send_range', holding)
       load = asyncio.create_task(hosts.fleet.load(weights(B)))
       await until(lambda: asked)
       assert hosts.fleet.replicas[0].state == ReplicaState.SERVING
@@ -193,7 +195,7 @@ def test_what_was_removed_from_a_hosts_memory_is_fetched_again(tmp_path):
 
 
 def test_a_trainer_that_its_servers_cannot_reach_is_named_at_the_start(tmp_path, monkeypatch):
-  monkeypatch.setattr(source_module, 'public_address', lambda address: 'http://127.0.0.1:1')
+  monkeypatch.setattr(server_module, 'public_address', lambda address: 'http://127.0.0.1:1')
 
   async def main():
     async with attached(tmp_path, ['one']):
@@ -218,3 +220,53 @@ def test_servers_without_a_store_are_named_at_the_start(tmp_path):
 
   with pytest.raises(UserError, match=r"cannot receive weights over 'pull'.*/pull"):
     run(main)
+
+
+def shared(fleet, version, asked, writer):
+  """Weights of which a process on another host writes a share."""
+  elsewhere = {**asked, 'directory': '/not/on/this/host'}
+  assert writer.can_write(elsewhere, 1)
+  values = tensors(version.step)
+
+  def leaves(number):
+    names = writer.names(number, 2)
+    return [(e.unrolled, values[e.hf]) for e in entries(MODEL.spec) if e.unrolled in names]
+
+  async def reports():
+    return [None, writer.write(elsewhere, 1, 2, leaves(1))]
+
+  shares = Shares(order=asked, count=2, reports=reports)
+  return Weights(version=version, leaves=leaves(0), probe=weights(version).probe, shares=shares)
+
+
+def test_shares_of_processes_on_other_hosts_are_fetched_from_them(tmp_path, monkeypatch):
+  sent = collections.Counter()
+  send = server_module.send_range
+
+  async def counting(request, path, asked):
+    sent[path.name, path.is_relative_to(tmp_path)] += asked.stop - asked.start
+    return await send(request, path, asked)
+
+  monkeypatch.setattr(server_module, 'send_range', counting)
+  source = fronts.config(tmp_path)
+
+  async def main():
+    writer = VllmShareWriter(MODEL.spec)
+    async with attached(tmp_path, ['one', 'two'], source=source) as hosts:
+      for version in (A, B, C):
+        await hosts.fleet.load(shared(hosts.fleet, version, hosts.fleet.begin_load(), writer))
+        assert versions(await wave(hosts.fleet)) == {version}
+      publication = hosts.fleet._current.publication
+      for place in hosts.places:
+        assert await place.digests() == publication.digests
+      assert [path.name for path in publication.directory.glob('*.safetensors')] == [FILE]
+      # Each share is sent by the process that has it, once for both hosts.
+      sizes = {(FILE, True), ('weights-1.safetensors', False)}
+      assert set(sent) == sizes
+      total = sum(file.stat().st_size for file in pathlib.Path(hosts.loaded[0][-1]).iterdir())
+      assert sum(sent.values()) == 3 * total
+      # The version before is kept until the next one is written.
+      assert len([path for path in writer._folder.iterdir() if path.is_dir()]) <= 3
+    writer._server.close()
+
+  run(main)

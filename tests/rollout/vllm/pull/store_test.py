@@ -306,7 +306,13 @@ GOOD = BundleFile('a.safetensors', 10, (Atom(0, '0' * 32), Atom(4, '1' * 32)))
 
 def order_with(**changes):
   order = Order(
-    number=1, bundles=(Bundle((GOOD,)),), sources=(), stores=(), place=0, keep=frozenset()
+    number=1,
+    bundles=(Bundle((GOOD,)),),
+    sources=(),
+    origins={},
+    stores=(),
+    place=0,
+    keep=frozenset(),
   )
   return {**order.to_json(), **changes}
 
@@ -333,6 +339,8 @@ def order_with(**changes):
     ({'sources': ['unix:/tmp/x']}, r'wanted http\(s\)'),
     ({'sources': [7]}, r'wanted http\(s\)'),
     ({'sources': ['https://a'] * 5000}, 'at most 4096'),
+    ({'origins': {'a': 0}}, 'wanted indices of sources'),
+    ({'origins': []}, 'wanted indices of sources'),
     ({'place': 1}, 'place 1, wanted an index'),
     ({'place': True}, 'place True'),
     ({'number': '1'}, "number '1'"),
