@@ -128,8 +128,8 @@ class VllmConfig:
   """
   source: FrontConfig = FrontConfig()
   """Address at which serving hosts fetch published weights from the trainer if `transfer` is
-  'pull'. If `source.token_file` is None, the token is that of `key_file`, or the registry's key. In a
-  job of several processes, process `n` adds `n` to the port, unless the port is 0.
+  'pull'. If `source.token_file` is None, the token is that of `key_file`, or the registry's key. In
+  a job of several processes, process `n` adds `n` to the port, unless the port is 0.
   """
   lora: Literal['merged', 'adapter'] = 'merged'
   """Form in which a LoRA policy is published. With 'merged', each version is published as whole
