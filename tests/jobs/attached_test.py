@@ -2,11 +2,17 @@
 and a killed one.
 """
 
+import asyncio
+import contextlib
 import json
+import os
 import re
+import subprocess
+import threading
 
 import job
 import psutil
+import pulling
 import pytest
 import serving
 from attached import fake_servers, fakes, flags_of
@@ -88,3 +94,59 @@ def test_a_run_whose_only_server_is_stopped_ends_with_a_line_in_time_and_goes_on
     server.resume()
     job.train(run, *flags)
   check(run)
+
+
+@contextlib.contextmanager
+def fronted(folder, servers, roots):
+  """Addresses of fronts with stores before servers, in a thread."""
+  loop, opened = asyncio.new_event_loop(), contextlib.AsyncExitStack()
+  thread = threading.Thread(target=loop.run_forever, daemon=True)
+  thread.start()
+
+  def run(work):
+    return asyncio.run_coroutine_threadsafe(work, loop).result(60)
+
+  async def open_all():
+    on_hosts = pulling.replicas(folder, [serving.Address(address) for address in servers], roots)
+    return [r.client.address for r in await opened.enter_async_context(on_hosts)]
+
+  try:
+    yield run(open_all())
+  finally:
+    run(opened.aclose())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(60)
+
+
+APART = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+"""Runs a command with shared memory of its own, as on another host."""
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize(('transfer', 'writers'), [('pull', 2), ('files', 1)])
+def test_a_process_with_shared_memory_of_its_own_serves_its_share(tmp_path, transfer, writers):
+  """If servers read files, process 0 writes alone."""
+  if os.geteuid() != 0:
+    pytest.skip('a mount namespace needs root')
+  run = tmp_path / 'run'
+  with contextlib.ExitStack() as stack:
+    addresses = [address for _, address in stack.enter_context(fake_servers(tmp_path, 2))]
+    flags = (f'--config.rollout.vllm.transfer={transfer}', '--config.learner.mesh.fsdp=2')
+    if transfer == 'pull':
+      roots = [tmp_path / 'one', tmp_path / 'two']
+      addresses = stack.enter_context(fronted(tmp_path, addresses, roots))
+      flags += (f'--config.rollout.vllm.key_file={tmp_path / "token"}',)
+    flags += flags_of([(None, address) for address in addresses])
+    command, environment = job.command(run, *flags, processes=2), job.environment()
+    wrapped = (
+      f"""[ "$JAX_PROCESS_ID" = 1 ] && exec unshare -m sh -c '{APART}' sh "$@"; exec "$@\""""
+    )
+    at = command.index('--') + 1
+    command[at:at] = ['sh', '-c', wrapped, 'sh']
+    done = subprocess.run(
+      command, cwd=job.ROOT, env=environment, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+  check(run)
+  events = [json.loads(line) for line in (run / 'events.jsonl').open()]
+  assert {event['writers'] for event in events if event.get('how') == 'loaded'} == {writers}
