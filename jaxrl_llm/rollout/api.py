@@ -337,8 +337,10 @@ class SharingEngine(Engine, Protocol):
 class ShareWriter(Protocol):
   """Writes shares of weights in the processes of the trainer other than process 0."""
 
-  def can_write(self, order: Json, number: int) -> bool:
-    """Returns whether this process, `number`, can write its share where the engine expects it."""
+  def can_write(self, order: Json, number: int, count: int) -> bool:
+    """Returns whether this process, `number` of `count`, can write its share where the engine
+    expects it.
+    """
     ...
 
   def names(self, number: int, count: int) -> Collection[str]:

@@ -467,7 +467,8 @@ class Publisher:
       return None
     can = True
     if not coordinator.leads:
-      can = await asyncio.to_thread(self._writer.can_write, order, jax.process_index())
+      place = jax.process_index(), jax.process_count()
+      can = await asyncio.to_thread(self._writer.can_write, order, *place)
     seen = await coordinator.gather(can)
     if not all(seen):
       self._writer = None  # In every process, and for good.

@@ -55,8 +55,11 @@ class Host:
   def client(self) -> VllmClient:
     return VllmClient(self.address, key=fronts.TOKEN, name=self.address)
 
-  async def order(self, *bundles, sources=(), stores=(), place=0, keep=(), number=1, origins=None):
+  async def order(
+    self, *bundles, sources=(), stores=(), place=0, keep=(), number=1, origins=None, trainer='a'
+  ):
     order = Order(
+      trainer=trainer,
       number=number,
       bundles=bundles,
       sources=tuple(sources),

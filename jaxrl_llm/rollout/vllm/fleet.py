@@ -543,6 +543,7 @@ class Fleet:
 
   async def _transact(self, replica: Replica, current: _Current) -> None:
     await replica.recognise()
+    await self._prepare(replica, current)  # Done already, unless the server has been away.
     try:
       await self._send(replica, current)
     except (Refused, Unproven) as error:
@@ -551,7 +552,9 @@ class Fleet:
       logging.warning(
         'engine %s: gets whole weights, because it could not use a delta: %s', replica.name, error
       )
-      await self._send(replica, await self._in_full(current))
+      whole = await self._in_full(current)
+      await self._prepare(replica, whole)
+      await self._send(replica, whole)
     if replica.speculates and not replica.is_tested:
       replica.sampling_fault = await sampling_fault(
         replica.client,
@@ -575,7 +578,6 @@ class Fleet:
       self._seconds[key] = max(seconds, self._seconds.get(key, 0.0))
 
   async def _send(self, replica: Replica, current: _Current) -> None:
-    await self._prepare(replica, current)  # Done already, unless the server has been away.
     await replica.take(
       current.publication,
       current.probe,

@@ -23,6 +23,7 @@ from absl import logging
 
 from jaxrl_llm.core.disk import scratch
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.core.net.connections import is_loopback
 from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.models.spec import ModelSpec
@@ -187,6 +188,10 @@ class ShareOrder(NamedTuple):
 TOKEN = 'token'
 _MEMORY = '/dev/shm'
 """Directory in memory, in which processes that do not see process 0's directory write."""
+_VERSIONS = 3
+"""Maximum number of shares in memory: the newest version, the one before, and the next."""
+_ANYWHERE = '0.0.0.0'
+"""Address of all interfaces of a host."""
 
 
 class VllmShareWriter:
@@ -204,9 +209,9 @@ class VllmShareWriter:
     self._folder: Path | None = None
     """Folder of this process's shares in memory; None before the first."""
 
-  def can_write(self, order: Json, number: int) -> bool:
-    """Returns whether this process, `number`, sees the directory into which process 0 publishes, or
-    can serve its share.
+  def can_write(self, order: Json, number: int, count: int) -> bool:
+    """Returns whether this process, `number` of `count`, sees the directory into which process 0
+    publishes, or can keep and serve its shares.
     """
     asked = ShareOrder.from_json(order)
     if _sees(asked):
@@ -214,14 +219,31 @@ class VllmShareWriter:
     if asked.source is None:
       return False
     try:
-      if self._server is None:
-        port = asked.source.port and asked.source.port + number
-        self._server = WeightServer(dataclasses.replace(asked.source, port=port))
-      self._server.open()
-    except UserError as error:
-      logging.warning('process 0 writes all weights, because this process cannot serve: %s', error)
+      self._prepare(asked.source, share_layout(self._spec, number, count, asked.dtype), number)
+    except (UserError, OSError) as error:
+      logging.warning('process 0 writes all weights, since process %d cannot: %s', number, error)
       return False
     return True
+
+  def _prepare(self, source: FrontConfig, layout: FileLayout, number: int) -> None:
+    """Creates the folder of this process's shares, and starts their server.
+
+    Raises:
+      UserError: the server cannot listen.
+      OSError: the folder cannot be created, or has too little space.
+    """
+    if self._folder is None:
+      self._folder = self._opened.enter_context(scratch('jaxrl-shares-', _MEMORY))
+      if (free := shutil.disk_usage(_MEMORY).free) < _VERSIONS * layout.size:
+        raise OSError(
+          f'{_MEMORY} has {free:,} bytes free, {_VERSIONS} shares need {_VERSIONS * layout.size:,}'
+        )
+    if self._server is None:
+      # The address of process 0 may not be one of this host.
+      host = source.host if is_loopback(source.host) else _ANYWHERE
+      port = source.port and source.port + number
+      self._server = WeightServer(dataclasses.replace(source, host=host, port=port))
+    self._server.open()
 
   def names(self, number: int, count: int) -> Collection[str]:
     """Returns the names in the unrolled tree of the parameters that process `number` writes."""
@@ -254,8 +276,6 @@ class VllmShareWriter:
     """Writes a share into memory of this process's host, and serves it. Removes the shares of
     versions that are no longer published.
     """
-    if self._folder is None:
-      self._folder = self._opened.enter_context(scratch('jaxrl-shares-', _MEMORY))
     served = dict(self._server.served)
     for key, (directory, _) in list(served.items()):
       if directory.name not in order.keep:

@@ -1,7 +1,9 @@
 """Weights that several processes of the trainer write together are those that one writes alone."""
 
 import math
+import shutil
 
+import fronts
 import pytest
 from fleets import MODEL, A, B, fleet_over, places, run, tensors, versions, wave, weights
 from parameters import random_params
@@ -41,7 +43,7 @@ def written_by(folder, count, writers=None):
   order = folder.begin_shares(slices=SLICES, checksums=True)
   received = ShareOrder.from_json(order.to_json())
   writer = VllmShareWriter(SPEC)
-  assert writer.can_write(order.to_json(), 1)
+  assert writer.can_write(order.to_json(), 1, 2)
   reports = [
     writer.write(order.to_json(), i, count, leaves_of(SPEC, writer.names(i, count)))
     for i in range(1, count)
@@ -92,11 +94,11 @@ def test_the_next_version_overwrites_the_files_of_a_released_one(tmp_path):
 def test_a_process_that_does_not_see_the_directory_says_so(tmp_path):
   order = PublicationFolder(tmp_path / 'w', SPEC, dtype='float32').begin_shares()
   writer = VllmShareWriter(SPEC)
-  assert writer.can_write(order.to_json(), 1)
+  assert writer.can_write(order.to_json(), 1, 2)
   (tmp_path / 'elsewhere').mkdir()
   (tmp_path / 'elsewhere' / TOKEN).write_text('of another job')
   for directory in ('elsewhere', 'nowhere'):
-    assert not writer.can_write(order._replace(directory=str(tmp_path / directory)).to_json(), 1)
+    assert not writer.can_write(order._replace(directory=str(tmp_path / directory)).to_json(), 1, 2)
 
 
 def test_a_share_that_cannot_be_written_is_reported_and_all_parameters_are_taken(tmp_path):
@@ -158,3 +160,18 @@ def test_an_error_of_another_process_names_it(tmp_path):
       assert versions(await wave(fleet)) == {A}
 
   run(main)
+
+
+def test_a_process_without_memory_for_its_shares_leaves_them_to_process_0(tmp_path, monkeypatch):
+  source = fronts.config(tmp_path)
+  order = PublicationFolder(tmp_path / 'w', SPEC, dtype='float32', source=source).begin_shares()
+  elsewhere = order._replace(directory='/not/on/this/host').to_json()
+  usage = shutil.disk_usage('/dev/shm')
+  monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=10_000))
+  assert not VllmShareWriter(SPEC).can_write(elsewhere, 1, 2)
+  monkeypatch.undo()
+  taken = {**elsewhere, 'source': {**elsewhere['source'], 'token_file': '/not/there'}}
+  assert not VllmShareWriter(SPEC).can_write(taken, 1, 2)
+  writer = VllmShareWriter(SPEC)
+  assert writer.can_write(elsewhere, 1, 2) and writer.can_write(elsewhere, 1, 2)
+  writer._server.close()

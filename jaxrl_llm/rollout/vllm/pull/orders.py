@@ -14,7 +14,7 @@ from jaxrl_llm.rollout.vllm.pull.bundle import Bundle
 
 PULL_PATH = '/pull'
 _MAX_ADDRESSES = 4096
-_FIELDS = ('number', 'bundles', 'sources', 'origins', 'stores', 'place', 'keep')
+_FIELDS = ('trainer', 'number', 'bundles', 'sources', 'origins', 'stores', 'place', 'keep')
 
 
 class Candidate(NamedTuple):
@@ -29,6 +29,8 @@ class Candidate(NamedTuple):
 class Order:
   """Bundles to fetch, and the hosts that have them or fetch them at the same time."""
 
+  trainer: str
+  """Random id of the trainer's process."""
   number: int
   """Larger for later orders of the same trainer."""
   bundles: tuple[Bundle, ...]
@@ -46,7 +48,7 @@ class Order:
   """Index of the receiving host in `stores`."""
   keep: frozenset[str]
   """Ids of the bundles that are still published. The host removes all others, unless it has had an
-  order with a larger number.
+  order of the same trainer with a larger number.
   """
 
   def candidates(self, number: int, bundle: Bundle, file: str) -> tuple[Candidate, ...]:
@@ -76,6 +78,7 @@ class Order:
 
   def to_json(self) -> Json:
     return {
+      'trainer': self.trainer,
       'number': self.number,
       'bundles': [bundle.to_json() for bundle in self.bundles],
       'sources': list(self.sources),
@@ -100,6 +103,8 @@ class Order:
     place = value['place']
     if type(place) is not int or not 0 <= place < max(1, len(stores)):
       raise ValueError(f'place {place!r:.40}, wanted an index of stores')
+    if not isinstance(value['trainer'], str):
+      raise ValueError(f'trainer {value["trainer"]!r:.40}, wanted a text')
     if type(value['number']) is not int:
       raise ValueError(f'number {value["number"]!r:.40}, wanted an integer')
     sources, origins = _addresses(value['sources'], allow_plaintext), value['origins']
@@ -108,6 +113,7 @@ class Order:
     ):
       raise ValueError(f'origins {origins!r:.80}, wanted indices of sources')
     return cls(
+      trainer=value['trainer'],
       number=value['number'],
       bundles=tuple(Bundle.from_json(bundle) for bundle in value['bundles']),
       sources=sources,

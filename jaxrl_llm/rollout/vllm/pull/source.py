@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
+import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping
 
-from jaxrl_llm.core.net.client import Lost, RemoteError
+from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import MANIFEST, Publication
@@ -31,8 +32,10 @@ _RELEASE_S = 10.0
 class _Host:
   """A serving host, as its servers share memory."""
 
-  clients: list[VllmClient] = dataclasses.field(default_factory=list)
-  """Clients of its servers. The first one whose server answers gives the host its orders."""
+  clients: dict[VllmClient, str] = dataclasses.field(default_factory=dict)
+  """Id of the store that each of its servers passes orders to, keyed by the server's client. The
+  first one that answers gives the host its orders.
+  """
   pulled: dict[str, str] = dataclasses.field(default_factory=dict)
   """Directories of bundles on the host, keyed by the bundle's id."""
   pulling: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
@@ -47,6 +50,7 @@ class Source:
       config: where to listen. The token is that of the servers' fronts.
     """
     self._server = WeightServer(config)
+    self._trainer = secrets.token_hex(8)
     self._hosts: dict[str, _Host] = {}
     self._described: dict[pathlib.Path, tuple[tuple[int, int], Bundle]] = {}
     """Inode and modification time of each published directory, and its description."""
@@ -57,30 +61,40 @@ class Source:
     """
     self._opening = asyncio.Lock()
 
-  async def join(self, host: str, client: VllmClient) -> None:
+  async def join(self, host: str, store: str, client: VllmClient) -> None:
     """Adds a server of a host. Starts listening if it is the first.
+
+    Args:
+      host: name of the memory that the servers of a host share.
+      store: id of the store to which the server passes orders.
 
     Raises:
       UserError: the source cannot listen.
     """
     async with self._opening:
       await asyncio.to_thread(self._server.open)
-    members = self._hosts.setdefault(host, _Host()).clients
-    if client not in members:
-      members.append(client)
+    self._remove(client)  # After a reboot, the host has another name.
+    self._hosts.setdefault(host, _Host()).clients[client] = store
 
-  async def leave(self, client: VllmClient) -> None:
-    """Removes a server. Has its host remove all files if it was the host's last. Stops listening if
-    it was the last of all.
-    """
+  def _remove(self, client: VllmClient) -> bool:
+    """Removes a client from its host. Returns whether no other server uses the client's store."""
     for name, host in list(self._hosts.items()):
       if client in host.clients:
-        host.clients.remove(client)
+        store = host.clients.pop(client)
+        host.pulled.clear()  # The files may be in that store.
         if not host.clients:
           del self._hosts[name]
-          nothing = dataclasses.replace(self._order((), 0, ()), sources=(), keep=frozenset())
-          with contextlib.suppress(RemoteError):  # The host may be gone.
-            await client.call('POST', PULL_PATH, nothing.to_json(), deadline_s=_RELEASE_S)
+        return store not in host.clients.values()
+    return False
+
+  async def leave(self, client: VllmClient) -> None:
+    """Removes a server. Has its store remove all files if no other server uses the store. Stops
+    listening if it was the last server of all.
+    """
+    if self._remove(client):
+      with contextlib.suppress(RemoteError):  # The host may be gone.
+        nothing = dataclasses.replace(self._order((), 0, ()), sources=(), keep=frozenset())
+        await client.call('POST', PULL_PATH, nothing.to_json(), deadline_s=_RELEASE_S)
     async with self._opening:
       if not self._hosts:
         # Wait 'source': bounded: the thread only closes its connections.
@@ -105,11 +119,15 @@ class Source:
     if (host := self._hosts.get(name)) is None:
       raise Lost('the server has left')
     async with host.pulling:  # Servers of one host need the same files.
-      missing = tuple(b for b in bundles.values() if b.id not in host.pulled)
+      known = dict(host.pulled)
+      missing = tuple(bundle for bundle in bundles.values() if bundle.id not in known)
       if missing:
-        host.pulled |= await self._command(name, missing, deadline_s)
-      host.pulled = {key: path for key, path in host.pulled.items() if key in self._server.served}
-      return {directory: host.pulled[bundle.id] for directory, bundle in bundles.items()}
+        fetched = await self._command(name, missing, deadline_s)
+        known |= fetched
+        host.pulled |= fetched
+      served = self._server.served
+      host.pulled = {key: path for key, path in host.pulled.items() if key in served}
+      return {directory: known[bundle.id] for directory, bundle in bundles.items()}
 
   @property
   def directories(self) -> Collection[pathlib.Path]:
@@ -124,9 +142,11 @@ class Source:
   async def _command(
     self, name: str, bundles: tuple[Bundle, ...], deadline_s: float
   ) -> dict[str, str]:
+    if name not in self._hosts:  # While this call waited for another one.
+      raise Lost('the server has left')
     names = sorted(self._hosts)
-    stores = tuple(self._hosts[each].clients[0].address for each in names)
-    error: RemoteError = Lost(f'host {name} has no server')
+    stores = tuple(next(iter(self._hosts[each].clients)).address for each in names)
+    error: RemoteError = Lost('the server has left')
     for client in list(self._hosts[name].clients):
       order = self._order(bundles, names.index(name), stores)
       try:
@@ -140,14 +160,17 @@ class Source:
     raise error
 
   def _order(self, bundles: tuple[Bundle, ...], place: int, stores: tuple[str, ...]) -> Order:
-    assert self._server.address is not None, 'not listening'
+    address = self._server.address
+    if address is None:
+      raise Lost('the last server has left')
     origins = {
       file: address
       for bundle in bundles
       for file, address in self._origins.get(bundle.id, {}).items()
     }
-    sources = (self._server.address, *sorted(set(origins.values())))
+    sources = (address, *sorted(set(origins.values())))
     return Order(
+      trainer=self._trainer,
       number=time.time_ns(),
       bundles=bundles,
       sources=sources,
@@ -220,13 +243,14 @@ class PullTransfer(FileTransfer):
   async def connect(self, client: VllmClient) -> None:
     await super().connect(client)
     answer = await client.call('GET', PULL_PATH)
-    host = answer.get('host') if isinstance(answer, dict) else None
-    if not isinstance(host, str):
-      raise Lost(f'{client.name}: {PULL_PATH}: answered {answer!r:.80}, wanted the name of a host')
+    names = (answer.get('host'), answer.get('store')) if isinstance(answer, dict) else ()
+    if len(names) != 2 or not all(isinstance(name, str) for name in names):
+      raise Lost(f'{client.name}: {PULL_PATH}: answered {answer!r:.80}, wanted a host and a store')
+    host, store = names
     self._client, self._host = client, host
     self._local.clear()
     self._source.forget(host)
-    await self._source.join(host, client)
+    await self._source.join(host, store, client)
     await self._source.check(client, deadline_s=60.0)
 
   async def prepare(
@@ -239,8 +263,11 @@ class PullTransfer(FileTransfer):
   async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
     try:
       await super().send(client, self._moved(publication), deadline_s=deadline_s)
-    except RemoteError:
+    except RemoteError as error:
       self._source.forget(self._host)
+      if isinstance(error, Refused) and 'cannot be read' in str(error):
+        # The host verified the files, but they have vanished. They can be fetched again.
+        raise Lost(str(error)) from None
       raise
 
   def _moved(self, publication: Publication) -> Publication:

@@ -147,8 +147,8 @@ class Store:
     self._key, self._ca_file, self._allow_plaintext = key, ca_file, allow_plaintext
     self._clients: dict[str, Client] = {}
     self._holdings: dict[str, _Holding] = {}
-    self._number = 0
-    """Largest number of an order so far."""
+    self._trainer, self._number = '', 0
+    """Trainer of the last order, and the largest number of its orders so far."""
     self._ordered = asyncio.Event()
     """Set, and replaced by another event, when an order arrives."""
 
@@ -172,10 +172,13 @@ class Store:
     await asyncio.to_thread(shutil.rmtree, self.directory, True)
 
   async def _describe(self, request: web.BaseRequest) -> web.StreamResponse:
-    """Responds with the name of the memory that the servers of this host share."""
+    """Responds with the name of the memory that the servers of this host share, and the id of this
+    store.
+    """
     boot = pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
     status = self.root.stat()  # Containers of one host have different file systems.
-    return web.json_response({'host': f'{boot}-{status.st_dev}-{status.st_ino}'}, headers=SERVER)
+    host = f'{boot}-{status.st_dev}-{status.st_ino}'
+    return web.json_response({'host': host, 'store': self.directory.name}, headers=SERVER)
 
   async def _pull(self, request: web.BaseRequest) -> web.StreamResponse:
     """Fetches the bundles of an order, and responds with their directories once all are there."""
@@ -187,8 +190,8 @@ class Store:
     if not order.bundles:
       await self._check_reachable(order.sources)
     began = time.monotonic()
-    if order.number >= self._number:
-      self._number = order.number
+    if order.trainer != self._trainer or order.number >= self._number:
+      self._trainer, self._number = order.trainer, order.number
       await self._release(order.keep.union(bundle.id for bundle in order.bundles))
     holdings = [self._holding(bundle) for bundle in order.bundles]
     self._ordered.set()
@@ -281,7 +284,9 @@ class Store:
   async def _release(self, keep: frozenset[str]) -> None:
     """Removes all bundles except those with the given ids."""
     for released in [name for name in self._holdings if name not in keep]:
-      holding = self._holdings.pop(released)
+      holding = self._holdings.pop(released, None)
+      if holding is None:  # Another order has released it meanwhile.
+        continue
       if holding.fetching is not None:
         holding.fetching.cancel()
         await asyncio.gather(holding.fetching, return_exceptions=True)
@@ -310,6 +315,8 @@ class Store:
     except BaseExceptionGroup as errors:
       raise errors.exceptions[0] from None
     final = self.directory / holding.bundle.id
+    # What is left of a bundle from which something else has removed files.
+    await asyncio.to_thread(shutil.rmtree, final, True)
     holding.directory.rename(final)
     holding.directory, holding.is_complete = final, True
     holding.notify()
@@ -337,13 +344,14 @@ class Store:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
       for candidate in sorted(candidates, key=lambda candidate: candidate.address in failed):
-        address = candidate.address
+        address, asked = candidate.address, time.monotonic()
         try:
           while arrival.position < piece.stop:
             try:
               await self._receive(holding, piece, candidate, arrival)
             except Lost as later:
-              if later.status != _LATER:
+              # The limit ends waits of hosts for each other, if their orders named other hosts.
+              if later.status != _LATER or time.monotonic() - asked > _PATIENCE_S:
                 raise
           path = holding.directory / piece.file
           await asyncio.to_thread(_verify, holding.bundle, piece, path)

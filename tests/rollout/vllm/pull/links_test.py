@@ -100,8 +100,9 @@ def trainer(folder: str, address: str, addresses: list[str]) -> None:
       client = VllmClient(
         f'https://{each}:{PORT}', key=fronts.TOKEN, ca_file=f'{folder}/cert.pem', name=each
       )
-      name = (await client.call('GET', PULL_PATH))['host']
-      await source.join(name, client)
+      answer = await client.call('GET', PULL_PATH)
+      name = answer['host']
+      await source.join(name, answer['store'], client)
       await source.check(client, deadline_s=60)
       clients[name] = client
     for step in range(1, 100):

@@ -225,7 +225,7 @@ def test_servers_without_a_store_are_named_at_the_start(tmp_path):
 def shared(fleet, version, asked, writer):
   """Weights of which a process on another host writes a share."""
   elsewhere = {**asked, 'directory': '/not/on/this/host'}
-  assert writer.can_write(elsewhere, 1)
+  assert writer.can_write(elsewhere, 1, 2)
   values = tensors(version.step)
 
   def leaves(number):

@@ -131,9 +131,44 @@ def test_a_second_order_fetches_nothing_again_and_another_releases(tmp_path, pub
       assert directory.exists()
       await host.order(number=3, keep=[bundle.id], sources=[source])
       assert directory.exists()
-      await host.order(number=4, sources=[source])
+      # Numbers of another trainer, whose clock may be behind, say nothing.
+      await host.order(number=0, trainer='b', sources=[source])
       assert not directory.exists()
     assert not list((tmp_path / 'host-0').iterdir())
+
+  run(main)
+
+
+def test_orders_that_release_at_the_same_time(tmp_path):
+  async def main():
+    async with hosts(tmp_path, 1) as (host,):
+      for step in (1, 2, 3):
+        publication, _ = published(tmp_path / f'published-{step}', step)
+        async with sending(tmp_path, publication.directory) as (source, _):
+          kept = list(host.store._holdings)
+          order = {'sources': [source], 'stores': [host.address], 'keep': kept, 'number': step}
+          assert (await host.order(described(publication), **order))['status'] == 200
+      answers = await asyncio.gather(*(host.order(number=9 + i) for i in range(8)))
+      assert [answer['status'] for answer in answers] == [200] * 8
+      assert not list((tmp_path / 'host-0').glob('*/*'))
+
+  run(main)
+
+
+def test_a_host_that_never_gets_a_piece_is_given_up(tmp_path, publication):
+  data = (publication.directory / FILE).read_bytes()
+
+  async def later(request, part):
+    return web.Response(status=503)
+
+  async def main():
+    async with (
+      sending(tmp_path, publication.directory) as (source, _),
+      sending(tmp_path, publication.directory, later) as (waiting, _),
+      hosts(tmp_path, 1) as (host,),
+    ):
+      order = {'sources': [source], 'stores': [waiting, host.address], 'place': 1}
+      assert host.content(await host.order(described(publication), **order), FILE) == data
 
   run(main)
 
@@ -306,6 +341,7 @@ GOOD = BundleFile('a.safetensors', 10, (Atom(0, '0' * 32), Atom(4, '1' * 32)))
 
 def order_with(**changes):
   order = Order(
+    trainer='a',
     number=1,
     bundles=(Bundle((GOOD,)),),
     sources=(),
@@ -320,7 +356,7 @@ def order_with(**changes):
 @pytest.mark.parametrize(
   ('change', 'line'),
   [
-    ({'other': 1}, 'wanted number, bundles'),
+    ({'other': 1}, 'wanted trainer, number, bundles'),
     ({'bundles': {}}, 'wanted lists'),
     ({'bundles': [7]}, r'wanted a list of \[name, size, atoms\]'),
     ({'bundles': [[['../a', 1, [[0, '0' * 32]]]]]}, "file name '../a'"),
