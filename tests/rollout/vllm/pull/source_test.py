@@ -31,6 +31,7 @@ from fleets import (
 from serving import ask, request
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.client import Lost
 from jaxrl_llm.rollout.api import Shares, Weights
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import FILE
@@ -147,6 +148,47 @@ def test_a_server_samples_while_its_host_fetches(tmp_path, monkeypatch):
       may_send.set()
       await load
       assert versions(await wave(hosts.fleet)) == {B}
+
+  run(main)
+
+
+def test_servers_that_all_leave_during_a_fetch_are_lost(tmp_path, monkeypatch):
+  asked = []
+
+  async def silent(request, path, part):
+    asked.append(part)
+    await asyncio.sleep(30)
+
+  async def main():
+    async with attached(tmp_path, ['shared', 'shared']) as hosts:
+      await hosts.fleet.load(weights(A))
+      publication, replicas = hosts.fleet._current.publication, hosts.fleet.replicas
+      for root in set(hosts.roots):
+        for path in bundles(root):
+          shutil.rmtree(path)
+      source = replicas[0].transfer._source
+      source.forget(replicas[0].transfer._host)
+      monkeypatch.setattr(server_module, 'send_range', silent)
+      fetches = [
+        asyncio.create_task(r.transfer.prepare(r.client, publication, deadline_s=30))
+        for r in replicas
+      ]
+      await until(lambda: asked)
+      for replica in replicas:
+        await source.leave(replica.client)
+      ends = await asyncio.gather(*fetches, return_exceptions=True)
+      assert [type(end) for end in ends] == [Lost, Lost], ends
+
+  run(main)
+
+
+def test_a_host_that_was_rebooted_is_not_among_the_others(tmp_path):
+  async def main():
+    async with attached(tmp_path, ['one', 'two']) as hosts:
+      transfer = hosts.fleet.replicas[0].transfer
+      await transfer._source.join('another name', 'another store', transfer._client)
+      assert len(transfer._source._hosts) == 2
+      assert [len(host.clients) for host in transfer._source._hosts.values()] == [1, 1]
 
   run(main)
 
