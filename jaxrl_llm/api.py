@@ -23,7 +23,7 @@ _NAMES = (
     'Demonstrations Examples ExpertsConfig FollowConfig Followed Pairs PastConfig Recorded '
     'Rollouts Stored',
   ),
-  ('jaxrl_llm.core.net.endpoint', 'FrontConfig'),
+  ('jaxrl_llm.core.net.token_server', 'FrontConfig'),
   ('jaxrl_llm.core.net.registry', 'RegistryConfig'),
   ('jaxrl_llm.learner.optimizer', 'OptimizerConfig'),
   ('jaxrl_llm.master.evaluation', 'SuiteConfig'),

@@ -28,8 +28,8 @@ from jaxrl_llm.app.training import train as train
 from jaxrl_llm.batching.plan import Row as Row
 from jaxrl_llm.core.errors import RunError as RunError
 from jaxrl_llm.core.errors import UserError as UserError
-from jaxrl_llm.core.net.endpoint import FrontConfig as FrontConfig
 from jaxrl_llm.core.net.registry import RegistryConfig as RegistryConfig
+from jaxrl_llm.core.net.token_server import FrontConfig as FrontConfig
 from jaxrl_llm.core.records.sample import Finish as Finish
 from jaxrl_llm.core.records.sample import Role as Role
 from jaxrl_llm.core.records.sample import Sample as Sample

@@ -216,7 +216,7 @@ class Probe:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Shares:
+class SharedWrite:
   """How the processes of the trainer write weights together; each writes a share of them."""
 
   order: Json
@@ -243,7 +243,7 @@ class Weights:
   """Probe for an engine whose arithmetic differs from the trainer's. If None, the engine's logprobs
   are not checked.
   """
-  shares: Shares | None = None
+  shares: SharedWrite | None = None
   """If not None, `leaves` has only the share of process 0, and the other processes write theirs."""
 
   @classmethod
@@ -326,7 +326,7 @@ class SharingEngine(Engine, Protocol):
   see. `EngineSpec.share_writer` writes them in the other processes.
   """
 
-  def begin_load(self) -> Json | None:
+  async def begin_load(self) -> Json | None:
     """Begins to load a version. Returns the order by which the other processes write their shares,
     or None if process 0 must write everything.
     """

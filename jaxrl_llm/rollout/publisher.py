@@ -24,7 +24,7 @@ from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.rules import replicated
-from jaxrl_llm.rollout.api import Engine, Shares, ShareWriter, SharingEngine, Weights
+from jaxrl_llm.rollout.api import Engine, SharedWrite, ShareWriter, SharingEngine, Weights
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
@@ -393,7 +393,7 @@ class Publisher:
         no check.
       changing: selects the parameters to send after the first publication, which sends all
         parameters.
-      coordinator: of the job's processes; None if process 0 writes all weights.
+      coordinator: coordinator of the job's processes; None if process 0 writes all weights.
       writer: writes shares of the weights in all processes but process 0; None if process 0 writes
         all weights.
     """
@@ -450,7 +450,7 @@ class Publisher:
     self._events.reply(asked, how='loaded', writers=writers)
     self._served, self._moved = version, moved
 
-  async def _agree_on_shares(self) -> Shares | None:
+  async def _agree_on_shares(self) -> SharedWrite | None:
     """Returns how the processes write the weights together, or None if process 0 writes them alone,
     because there is only one process, the engine does not share the work, or a process can write
     nowhere.
@@ -460,7 +460,7 @@ class Publisher:
     coordinator = self._coordinator
 
     async def begin() -> Json | None:
-      return self._engine.begin_load() if isinstance(self._engine, SharingEngine) else None
+      return await self._engine.begin_load() if isinstance(self._engine, SharingEngine) else None
 
     order = await coordinator.broadcast(begin() if coordinator.leads else None)
     if order is None:
@@ -477,9 +477,11 @@ class Publisher:
     async def reports() -> list[Json]:
       return await coordinator.gather(None)
 
-    return Shares(order=order, count=len(seen), reports=reports)
+    return SharedWrite(order=order, count=len(seen), reports=reports)
 
-  async def _write_share(self, shares: Shares, leaves: Iterable[tuple[str, np.ndarray]]) -> None:
+  async def _write_share(
+    self, shares: SharedWrite, leaves: Iterable[tuple[str, np.ndarray]]
+  ) -> None:
     number = jax.process_index()
     write = self._writer.write
     report = await self._device.run(write, shares.order, number, shares.count, leaves)

@@ -7,7 +7,7 @@ import functools
 from exploring import FakeEngine, make_tokenizer
 
 from jaxrl_llm.app.serve.explorer import command as explorer_command
-from jaxrl_llm.core.net.endpoint import FrontConfig
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.rewards.api import Attempt, Reward
 from jaxrl_llm.rollout.api import Sampling

@@ -12,8 +12,8 @@ import aiohttp
 import namespaces
 from aiohttp import web
 
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.front import ROUTES, Front
+from jaxrl_llm.core.net.token_server import FrontConfig
 
 TOKEN = 'token-of-this-test-0123456789'
 

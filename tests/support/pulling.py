@@ -14,17 +14,17 @@ import aiohttp
 import fronts
 from parameters import random_params
 
-from jaxrl_llm.core.net.endpoint import Endpoint, FrontConfig
 from jaxrl_llm.core.net.front import Front
+from jaxrl_llm.core.net.token_server import FrontConfig, TokenServer
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder
 from jaxrl_llm.rollout.vllm.pull import bundle
-from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, Order
+from jaxrl_llm.rollout.vllm.pull.distributor import Distributor, PullTransfer
+from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, FetchOrder
 from jaxrl_llm.rollout.vllm.pull.ranges import WEIGHTS_PATH, read_range, send_nothing, send_range
-from jaxrl_llm.rollout.vllm.pull.source import PullTransfer, Source
 from jaxrl_llm.rollout.vllm.pull.store import Store
 from jaxrl_llm.rollout.vllm.replica import Replica
 
@@ -58,7 +58,7 @@ class Host:
   async def order(
     self, *bundles, sources=(), stores=(), place=0, keep=(), number=1, origins=None, trainer='a'
   ):
-    order = Order(
+    order = FetchOrder(
       trainer=trainer,
       number=number,
       bundles=bundles,
@@ -104,7 +104,7 @@ async def replicas(folder: pathlib.Path, servers: Sequence, roots: Sequence[path
   Args:
     roots: memory of each server's host; servers with the same one are on the same host.
   """
-  source = Source(fronts.config(folder))
+  source = Distributor(fronts.config(folder))
   async with contextlib.AsyncExitStack() as stack:
     made = []
     for i, (server, root) in enumerate(zip(servers, roots, strict=True)):
@@ -139,9 +139,16 @@ async def sending(folder: pathlib.Path, directory: pathlib.Path, answer: Callabl
       return given
     return await send_range(request, directory / part.file, part)
 
-  endpoint = Endpoint(fronts.config(folder), routes=[('GET', WEIGHTS_PATH)], handle=handle)
+  endpoint = TokenServer(fronts.config(folder), routes=[('GET', WEIGHTS_PATH)], handle=handle)
   async with endpoint:
     yield endpoint.address, asked
+
+
+@contextlib.asynccontextmanager
+async def alone(folder: pathlib.Path, directory: pathlib.Path, answer: Callable | None = None):
+  """One host, what its orders say of addresses, and the ranges for which it asks `sending`."""
+  async with sending(folder, directory, answer) as (source, asked), hosts(folder, 1) as (host,):
+    yield host, {'sources': [source], 'stores': [host.address]}, asked
 
 
 def small_atoms(monkeypatch, atom: int = 512, piece: int = 1024) -> None:

@@ -26,8 +26,8 @@ from jaxrl_llm.app.serve.listening import (
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.listener import listening
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.replay.browse import snapshot
 from jaxrl_llm.replay.inbox import Refusal, attach, read_verdict
 

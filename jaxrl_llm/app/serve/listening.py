@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from absl import flags
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.registry import (
   Kind,
   Lease,
@@ -20,6 +19,7 @@ from jaxrl_llm.core.net.registry import (
   registered,
   service_name,
 )
+from jaxrl_llm.core.net.token_server import FrontConfig
 
 
 def define_listening(values: flags.FlagValues) -> None:

@@ -21,9 +21,9 @@ from jaxrl_llm.app.serve.listening import (
 )
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.core.net.registry import Kind, Registry
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.rewards.sandbox.server import ROUTES, SandboxServer
 
 FLAGS = flags.FlagValues()

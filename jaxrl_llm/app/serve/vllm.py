@@ -29,9 +29,9 @@ from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError, first_cause
 from jaxrl_llm.core.net.connections import read_key
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.front import Front
 from jaxrl_llm.core.net.registry import Kind, Registry, service_name
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.rollout.vllm.discovery import fingerprint
 from jaxrl_llm.rollout.vllm.pull.store import Store
 from jaxrl_llm.rollout.vllm.server import (

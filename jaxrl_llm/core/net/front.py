@@ -24,7 +24,6 @@ from aiohttp import hdrs, web
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.connections import is_loopback
-from jaxrl_llm.core.net.endpoint import Endpoint, FrontConfig
 from jaxrl_llm.core.net.server import (
   SERVER,
   Refusal,
@@ -33,6 +32,7 @@ from jaxrl_llm.core.net.server import (
   parse_object,
   split_path,
 )
+from jaxrl_llm.core.net.token_server import FrontConfig, TokenServer
 
 RPC_PATH, UPDATE_PATH, ADAPTER_PATH = '/collective_rpc', '/update_weights', '/v1/load_lora_adapter'
 ROUTES = (
@@ -79,7 +79,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _log = logging.getLogger(__name__)
 
 
-class Front(Endpoint):
+class Front(TokenServer):
   """Proxy of one upstream. Use it as an async context manager, or call `start` and `close`."""
 
   def __init__(

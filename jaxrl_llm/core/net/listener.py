@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from aiohttp import web
 
 from jaxrl_llm.core.disk import scratch
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.front import Front
+from jaxrl_llm.core.net.token_server import FrontConfig
 
 
 @contextlib.asynccontextmanager

@@ -30,8 +30,8 @@ from aiohttp import web
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.files import parse_msgpack
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.listener import listening
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.core.process_clock import seconds_metrics
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.task import Message, Task

@@ -16,7 +16,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -36,10 +35,8 @@ from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Requirements, Unproven
 from jaxrl_llm.rollout.vllm.selftest import sampling_fault
 from jaxrl_llm.rollout.vllm.server import VllmConfig
-from jaxrl_llm.rollout.vllm.shares import Proof, RemoteFile, ShareOrder, share_file
 from jaxrl_llm.rollout.vllm.stream import Answer, Broken
-from jaxrl_llm.rollout.vllm.transfer import slice_of
-from jaxrl_llm.weights.checksums import Slice
+from jaxrl_llm.rollout.vllm.version_writer import VersionWriter
 from jaxrl_llm.weights.tables import entries
 
 _WATCH_S = 0.25
@@ -118,7 +115,8 @@ class Fleet:
     """
     self._follower: asyncio.Task | None = None
     self._config, self._spec, self._folder = config, spec, folder
-    self._seed, self._run, self._check_tokenizer = seed, run, check_tokenizer
+    self._seed, self._check_tokenizer = seed, check_tokenizer
+    self._writer = VersionWriter(folder, run)
     self._requirements = Requirements(
       shapes={entry.hf: entry.shape for entry in entries(spec)},
       dtype=dtype,
@@ -403,7 +401,7 @@ class Fleet:
       self._check_alive()
       loop = asyncio.get_running_loop()
       began = loop.time()
-      publication = await self._write(weights)
+      publication = await self._writer.write(weights, self.replicas)
       self._seconds['perf/publish_write_s'] = loop.time() - began
       current = _Current(publication, weights.probe)
       # Until all hosts have the files, the servers sample with the version before.
@@ -444,37 +442,9 @@ class Fleet:
       self._measure_publication(publication)
     self._dispatcher.dispatch()
 
-  def begin_load(self) -> Json | None:
+  async def begin_load(self) -> Json | None:
     self._check_alive()
-    order = self._folder.begin_shares(**self._proofs())
-    return None if order is None else order.to_json()
-
-  async def _write(self, weights: Weights) -> Publication:
-    """Publishes a version in the folder, together with the other processes of the trainer if they
-    write shares.
-    """
-    if (shares := weights.shares) is None:
-      write = self._folder.write
-      return await self._run(write, weights.version, weights.leaves, **self._proofs())
-    order = ShareOrder.from_json(shares.order)
-    write = self._folder.write_share
-    proofs = [await self._run(write, order, shares.count, weights.leaves)]
-    remote = {}
-    for number, report in enumerate((await shares.reports())[1:], start=1):
-      if 'error' in report:
-        raise RunError(
-          f'version {weights.version} was not published: process {number} could not write its '
-          f'share: {report["error"]}'
-        )
-      proofs.append(Proof.from_json(report['proof']))
-      if 'remote' in report:
-        remote[share_file(number)] = RemoteFile.from_json(report['remote'])
-    return await asyncio.to_thread(self._folder.complete, weights.version, proofs, remote)
-
-  def _proofs(self) -> dict[str, Any]:
-    """Returns the arguments of `PublicationFolder.write` that determine what is computed."""
-    checksums = any(replica.slices and not replica.on_cpu for replica in self.replicas)
-    return {'slices': self._slices(), 'checksums': checksums}
+    return await self._writer.begin(self.replicas)
 
   def _measure_publication(self, publication: Publication) -> None:
     nbytes = publication.sent_bytes
@@ -484,15 +454,6 @@ class Fleet:
     self._seconds['perf/publish_bytes'] = float(nbytes)
     if publication.changed_fraction is not None:
       self._seconds['perf/publish_changed_fraction'] = publication.changed_fraction
-
-  def _slices(self) -> dict[str, set[Slice]]:
-    """Returns the slices of tensors that the servers' workers hold, keyed by tensor name."""
-    slices: dict[str, set[Slice]] = {}
-    for worker in itertools.chain.from_iterable(replica.slices for replica in self.replicas):
-      for name, tensor in worker.items():
-        if (part := slice_of(tensor)) is not None:
-          slices.setdefault(name, set()).add(part)
-    return slices
 
   async def relabel(self, version: Version) -> None:
     """Attributes the current weights to `version` in returned completions. The servers keep the old

@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.core.disk import sync
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.endpoint import FrontConfig
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.core.trees import unflatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.lora import is_adapter

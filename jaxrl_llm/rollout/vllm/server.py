@@ -26,7 +26,7 @@ from absl import logging
 
 from jaxrl_llm.core.disk import scratch
 from jaxrl_llm.core.errors import RunError, UserError, one_line
-from jaxrl_llm.core.net.endpoint import FrontConfig
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.core.process import job
 from jaxrl_llm.core.process.child import Child
 from jaxrl_llm.rollout.api import Sampling

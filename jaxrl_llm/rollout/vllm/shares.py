@@ -24,7 +24,7 @@ from absl import logging
 from jaxrl_llm.core.disk import scratch
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.net.connections import is_loopback
-from jaxrl_llm.core.net.endpoint import FrontConfig
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, BundleFile, describe_file
@@ -206,6 +206,7 @@ class VllmShareWriter:
     self._server: WeightServer | None = None
     """Server of this process's shares; None if process 0's directory is seen."""
     self._opened = contextlib.ExitStack()
+    """Holds `_folder`, which is removed when the process exits."""
     self._folder: Path | None = None
     """Folder of this process's shares in memory; None before the first."""
 
@@ -233,11 +234,10 @@ class VllmShareWriter:
       OSError: the folder cannot be created, or has too little space.
     """
     if self._folder is None:
+      free, needed = shutil.disk_usage(_MEMORY).free, _VERSIONS * layout.size
+      if free < needed:
+        raise OSError(f'{_MEMORY} has {free:,} bytes free, {_VERSIONS} shares need {needed:,}')
       self._folder = self._opened.enter_context(scratch('jaxrl-shares-', _MEMORY))
-      if (free := shutil.disk_usage(_MEMORY).free) < _VERSIONS * layout.size:
-        raise OSError(
-          f'{_MEMORY} has {free:,} bytes free, {_VERSIONS} shares need {_VERSIONS * layout.size:,}'
-        )
     if self._server is None:
       # The address of process 0 may not be one of this host.
       host = source.host if is_loopback(source.host) else _ANYWHERE

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from jaxrl_llm.core.disk import write_durably
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.connections import read_key
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.registry import Kind, Watch
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.rollout.engine import EngineSetting, EngineSpec, Run
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.discovery import Discovery, fingerprint
 from jaxrl_llm.rollout.vllm.fleet import Fleet
 from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
-from jaxrl_llm.rollout.vllm.pull.source import PullTransfer, Source
+from jaxrl_llm.rollout.vllm.pull.distributor import Distributor, PullTransfer
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import OwnedServer, ServerCommand, VllmConfig, server_commands
 from jaxrl_llm.rollout.vllm.shares import VllmShareWriter
@@ -77,10 +77,10 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
 def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   published = publish_directory(config, setting.workdir)
   discovery = None
-  source_config = _source_config(config, setting) if config.transfer == 'pull' else None
-  source = None if source_config is None else Source(source_config)
+  source = _source(config, setting) if config.transfer == 'pull' else None
+  distributor = None if source is None else Distributor(source)
   if config.discover is not None:
-    replicas, discovery = [], _discovery(config, setting, source)
+    replicas, discovery = [], _discovery(config, setting, distributor)
   elif config.addresses:
     key = read_key(config.key_file, 'rollout.vllm.key_file')
     replicas = [
@@ -88,7 +88,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
         f'vllm-{i}',
         client=VllmClient(address, key=key, ca_file=config.ca_file, name=f'vllm-{i}'),
         server=None,
-        transfer=_transfer(config, setting, i, source),
+        transfer=_transfer(config, setting, i, distributor),
         keeps_cache=config.kv == 'keep',
       )
       for i, address in enumerate(config.addresses)
@@ -101,7 +101,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   layout = dict(
     dtype=_dtype(config, setting),
     private=config.publish_dir is None,
-    source=source_config,
+    source=source,
   )
   if _adapter_rank(config, setting):
     folder = AdapterFolder(published, setting.spec, lora=setting.lora, **layout)
@@ -122,7 +122,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   )
 
 
-def _source_config(config: VllmConfig, setting: EngineSetting) -> FrontConfig:
+def _source(config: VllmConfig, setting: EngineSetting) -> FrontConfig:
   """Returns where the trainer serves weights to the hosts that fetch them. It requires the token
   that the servers require of the trainer.
   """
@@ -137,7 +137,9 @@ def _source_config(config: VllmConfig, setting: EngineSetting) -> FrontConfig:
   return dataclasses.replace(config.source, token_file=token_file)
 
 
-def _discovery(config: VllmConfig, setting: EngineSetting, source: Source | None) -> Discovery:
+def _discovery(
+  config: VllmConfig, setting: EngineSetting, distributor: Distributor | None
+) -> Discovery:
   if (registry := setting.registry) is None:
     raise UserError(
       'rollout.vllm.discover: the run has no registry; set --config.registry={}, or '
@@ -147,7 +149,7 @@ def _discovery(config: VllmConfig, setting: EngineSetting, source: Source | None
 
   def build(name: str, address: str, number: int) -> Replica:
     client = VllmClient(address, key=key, ca_file=config.ca_file, name=name)
-    transfer = _transfer(config, setting, number, source)
+    transfer = _transfer(config, setting, number, distributor)
     keeps_cache = config.kv == 'keep'
     return Replica(name, client=client, server=None, transfer=transfer, keeps_cache=keeps_cache)
 
@@ -261,10 +263,10 @@ def _owned(config: VllmConfig, setting: EngineSetting, published: pathlib.Path) 
 
 
 def _transfer(
-  config: VllmConfig, setting: EngineSetting, i: int, source: Source | None = None
+  config: VllmConfig, setting: EngineSetting, i: int, distributor: Distributor | None = None
 ) -> Transfer:
-  if source is not None:
-    return PullTransfer(source)
+  if distributor is not None:
+    return PullTransfer(distributor)
   return build_transfer(config, i, log=setting.workdir.absolute() / 'logs' / f'vllm-{i}-sender.log')
 
 

@@ -12,7 +12,7 @@ from jaxrl_llm.app.offline.reopen import config_to_serve
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.endpoint import FrontConfig
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 
 LISTEN = FrontConfig(port=8500, token_file='token')

@@ -10,8 +10,8 @@ from exploring import make_tasks
 from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.app.serve.explorer import FLAGS
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.registry import Kind, Lease, Registry, Watch, registered
+from jaxrl_llm.core.net.token_server import FrontConfig
 
 
 @pytest.fixture(autouse=True)

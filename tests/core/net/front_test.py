@@ -27,8 +27,8 @@ from paths import ROOT
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net import front as front_module
 from jaxrl_llm.core.net import server as server_module
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.front import ROUTES, RPC_METHODS, Front
+from jaxrl_llm.core.net.token_server import FrontConfig
 
 GOOD = {'Authorization': f'Bearer {TOKEN}'}
 PATIENCE_S = 60
@@ -1337,7 +1337,7 @@ def test_the_module_is_light():
     'jaxrl_llm.core.errors',
     'jaxrl_llm.core.net',
     'jaxrl_llm.core.net.connections',
-    'jaxrl_llm.core.net.endpoint',
+    'jaxrl_llm.core.net.token_server',
     'jaxrl_llm.core.net.front',
     'jaxrl_llm.core.net.server',
   }

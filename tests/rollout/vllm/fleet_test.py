@@ -51,8 +51,8 @@ from serving import ask, request
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.connections import read_key
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.front import Front
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Sampling

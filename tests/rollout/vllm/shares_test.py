@@ -12,7 +12,7 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.families import FAMILIES, tiny
-from jaxrl_llm.rollout.api import Shares, Weights
+from jaxrl_llm.rollout.api import SharedWrite, Weights
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder, read_published
 from jaxrl_llm.rollout.vllm.shares import (
   TOKEN,
@@ -122,9 +122,9 @@ def test_deltas_and_adapters_are_written_by_process_0_alone(tmp_path):
   )
 
 
-def shared(fleet, version, *, error=None):
+async def shared(fleet, version, *, error=None):
   """Weights of which a second process writes a share, or fails to."""
-  order = fleet.begin_load()
+  order = await fleet.begin_load()
   writer = VllmShareWriter(MODEL.spec)
   values = tensors(version.step)
 
@@ -135,7 +135,7 @@ def shared(fleet, version, *, error=None):
   async def reports():
     return [None, error or writer.write(order, 1, 2, leaves(1))]
 
-  shares = Shares(order=order, count=2, reports=reports)
+  shares = SharedWrite(order=order, count=2, reports=reports)
   probe = weights(version).probe
   return Weights(version=version, leaves=leaves(0), probe=probe, shares=shares)
 
@@ -144,7 +144,7 @@ def test_servers_load_versions_that_several_processes_wrote(tmp_path):
   async def main():
     async with places(tmp_path, 2) as made, fleet_over(made, tmp_path, first=None) as fleet:
       for version in (A, B):
-        await fleet.load(shared(fleet, version))
+        await fleet.load(await shared(fleet, version))
         assert versions(await wave(fleet)) == {version}
       assert len(fleet._current.publication.files) == 2
 
@@ -154,7 +154,7 @@ def test_servers_load_versions_that_several_processes_wrote(tmp_path):
 def test_an_error_of_another_process_names_it(tmp_path):
   async def main():
     async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
-      failed = shared(fleet, B, error={'error': 'the disk is full'})
+      failed = await shared(fleet, B, error={'error': 'the disk is full'})
       with pytest.raises(RunError, match='process 1 could not write its share: the disk is full'):
         await fleet.load(failed)
       assert versions(await wave(fleet)) == {A}

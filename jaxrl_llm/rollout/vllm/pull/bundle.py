@@ -49,7 +49,7 @@ class Atom(NamedTuple):
   """xxh3-128 digest of the bytes, as 32 hexadecimal digits."""
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
   """Successive atoms of a file, which are fetched with one request."""
 
   file: str
@@ -107,7 +107,7 @@ class Bundle:
   def file(self, name: str) -> BundleFile | None:
     return next((file for file in self.files if file.name == name), None)
 
-  def pieces(self, hosts: int) -> list[Piece]:
+  def pieces(self, hosts: int) -> list[FilePiece]:
     """Divides the files into pieces for a number of hosts that fetch them together."""
     limit = _within(self.size // (_SHARE * max(1, hosts)), PIECE_BYTES)
     return [piece for file in self.files for piece in _pieces(file, limit)]
@@ -130,12 +130,12 @@ def _within(size: int, limits: tuple[int, int]) -> int:
   return min(max(size, limits[0]), limits[1])
 
 
-def _pieces(file: BundleFile, limit: int) -> Iterator[Piece]:
+def _pieces(file: BundleFile, limit: int) -> Iterator[FilePiece]:
   first = 0
   for last in range(1, len(file.atoms) + 1):
     is_end = last == len(file.atoms)
     if is_end or file.stop(last) - file.atoms[first].start > limit:
-      yield Piece(file.name, first, last, file.atoms[first].start, file.stop(last - 1))
+      yield FilePiece(file.name, first, last, file.atoms[first].start, file.stop(last - 1))
       first = last
 
 

@@ -17,7 +17,7 @@ _MAX_ADDRESSES = 4096
 _FIELDS = ('trainer', 'number', 'bundles', 'sources', 'origins', 'stores', 'place', 'keep')
 
 
-class Candidate(NamedTuple):
+class Provider(NamedTuple):
   """A host that has a file, or fetches it."""
 
   address: str
@@ -26,7 +26,7 @@ class Candidate(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Order:
+class FetchOrder:
   """Bundles to fetch, and the hosts that have them or fetch them at the same time."""
 
   trainer: str
@@ -51,7 +51,7 @@ class Order:
   order of the same trainer with a larger number.
   """
 
-  def candidates(self, number: int, bundle: Bundle, file: str) -> tuple[Candidate, ...]:
+  def providers(self, number: int, bundle: Bundle, file: str) -> tuple[Provider, ...]:
     """Returns the hosts from which this host can fetch a piece of a file of a bundle, best first.
 
     The hosts form a ring. A piece's first host gets it from the trainer, and each of the others
@@ -64,13 +64,13 @@ class Order:
     """
     count = len(self.stores)
     before = (self.place - number) % count if count else 0
-    ring = [Candidate(self.stores[(number + i) % count], bundle.id) for i in range(before)]
+    ring = [Provider(self.stores[(number + i) % count], bundle.id) for i in range(before)]
     if not self.sources:
       return tuple(ring)
     origin, identity = self.origins.get(file, 0), bundle.id
     if origin:
       identity = Bundle((bundle.file(file),)).id
-    return (*ring, Candidate(self.sources[origin], identity))
+    return (*ring, Provider(self.sources[origin], identity))
 
   def home(self, number: int) -> int:
     """Returns the index of the host that gets a piece from the trainer."""
@@ -89,7 +89,7 @@ class Order:
     }
 
   @classmethod
-  def from_json(cls, value: Any, *, allow_plaintext: bool) -> Order:
+  def from_json(cls, value: Any, *, allow_plaintext: bool) -> FetchOrder:
     """Reads an order. Raises ValueError if it is malformed, or if it has an address that this host
     must not use, because the token would cross a network in plain text.
     """

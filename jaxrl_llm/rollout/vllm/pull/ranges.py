@@ -17,7 +17,7 @@ _RANGE = re.compile(r'bytes=(?P<first>[0-9]{1,16})-(?P<last>[0-9]{1,16})')
 _CHUNK = 1 << 18
 
 
-class Range(NamedTuple):
+class FileRange(NamedTuple):
   """Part of a file of a bundle that a client asks for."""
 
   bundle: str
@@ -29,7 +29,7 @@ class Range(NamedTuple):
   """Position after the last byte."""
 
 
-def read_range(request: web.BaseRequest) -> Range | None:
+def read_range(request: web.BaseRequest) -> FileRange | None:
   """Returns the range that a request asks for; None if it has neither a query nor a range, and only
   asks whether the server can be reached. Raises Refusal if the request is malformed.
   """
@@ -42,7 +42,7 @@ def read_range(request: web.BaseRequest) -> Range | None:
     raise Refusal(
       400, f'wanted {WEIGHTS_PATH}?bundle=ID&file=NAME with one header "Range: bytes=FIRST-LAST"'
     )
-  return Range(asked['bundle'], asked['file'], int(part['first']), int(part['last']) + 1)
+  return FileRange(asked['bundle'], asked['file'], int(part['first']), int(part['last']) + 1)
 
 
 def send_nothing() -> web.Response:
@@ -51,7 +51,7 @@ def send_nothing() -> web.Response:
 
 
 async def send_range(
-  request: web.BaseRequest, path: pathlib.Path, asked: Range
+  request: web.BaseRequest, path: pathlib.Path, asked: FileRange
 ) -> web.StreamResponse:
   """Sends a range of a file. Raises Refusal if the file is missing or shorter."""
   try:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
-from jaxrl_llm.core.net.endpoint import Endpoint, FrontConfig
 from jaxrl_llm.core.net.registry import public_address
 from jaxrl_llm.core.net.server import Refusal
+from jaxrl_llm.core.net.token_server import FrontConfig, TokenServer
 from jaxrl_llm.rollout.vllm.pull.bundle import Bundle
 from jaxrl_llm.rollout.vllm.pull.ranges import (
   WEIGHTS_PATH,
@@ -72,15 +72,15 @@ class WeightServer:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     self._stop = lambda: loop.call_soon_threadsafe(stop.set)
     try:
-      endpoint = Endpoint(self._config, routes=[('GET', WEIGHTS_PATH)], handle=self._send)
-      await endpoint.start()
+      server = TokenServer(self._config, routes=[('GET', WEIGHTS_PATH)], handle=self._send)
+      await server.start()
     except BaseException as error:
       started.set_exception(error)
       return
-    started.set_result(public_address(endpoint.address))
+    started.set_result(public_address(server.address))
     # Wait 'source': unbounded: it serves until it is closed.
     await stop.wait()
-    await endpoint.close()
+    await server.close()
 
   async def _send(self, request: web.BaseRequest) -> web.StreamResponse:
     asked = read_range(request)

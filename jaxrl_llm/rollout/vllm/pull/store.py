@@ -28,11 +28,11 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Client, Lost, Malformed, RemoteError
 from jaxrl_llm.core.net.front import Handler
 from jaxrl_llm.core.net.server import SERVER, Refusal, begin_upload, parse_object
-from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, Piece
-from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, Candidate, Order
+from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, FilePiece
+from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, FetchOrder, Provider
 from jaxrl_llm.rollout.vllm.pull.ranges import (
   WEIGHTS_PATH,
-  Range,
+  FileRange,
   read_range,
   send_nothing,
   send_range,
@@ -43,9 +43,9 @@ _MAX_ORDER_BYTES = 64 << 20
 _AT_ONCE = 4
 """Number of pieces that a store fetches from the trainer at the same time."""
 _PATIENCE_S = 60.0
-"""Seconds for which all candidates are tried for a piece again and again."""
+"""Seconds for which all providers are tried for a piece again and again."""
 _PAUSE_S = 1.0
-"""Seconds after each candidate was tried."""
+"""Seconds after each provider was tried."""
 _WAIT_S = 5.0
 """Seconds after which a store tells another one, which waits for a piece, to ask again. By this,
 the other one knows that the store works.
@@ -53,7 +53,7 @@ the other one knows that the store works.
 _UNKNOWN_S = 10.0
 """Maximum seconds for which a store lets another one wait until the trainer orders the bundle."""
 _SILENCE_S = 30.0
-"""Seconds without a byte after which a candidate is given up."""
+"""Seconds without a byte after which a provider is given up."""
 _LATER = 503
 """HTTP status of the answer to ask again."""
 _REACH_S = 10.0
@@ -76,7 +76,7 @@ class _Holding:
   fetching: asyncio.Task[None] | None = None
   is_complete: bool = False
 
-  def has(self, asked: Range) -> bool:
+  def has(self, asked: FileRange) -> bool:
     """Returns whether a range is verified. Raises Refusal if it is not within a file."""
     file = self.bundle.file(asked.file)
     if file is None or asked.stop > file.size:
@@ -113,7 +113,7 @@ class _Arrival:
 
 
 class _Fault(Exception):
-  """A candidate sent bytes that do not have the announced digest."""
+  """A provider sent bytes that do not have the announced digest."""
 
 
 class Store:
@@ -184,7 +184,7 @@ class Store:
     """Fetches the bundles of an order, and responds with their directories once all are there."""
     body = parse_object(await (await begin_upload(request, _MAX_ORDER_BYTES)).read())
     try:
-      order = Order.from_json(body, allow_plaintext=self._allow_plaintext)
+      order = FetchOrder.from_json(body, allow_plaintext=self._allow_plaintext)
     except ValueError as error:
       raise Refusal(400, f'order refused: {error}') from None
     if not order.bundles:
@@ -292,13 +292,13 @@ class Store:
         await asyncio.gather(holding.fetching, return_exceptions=True)
       await asyncio.to_thread(shutil.rmtree, holding.directory, True)
 
-  async def _fetch(self, holding: _Holding, order: Order) -> None:
+  async def _fetch(self, holding: _Holding, order: FetchOrder) -> None:
     """Fetches what is missing of a bundle. Raises Lost if a piece cannot be had anywhere."""
     holding.directory.mkdir(exist_ok=True)
     for file in holding.bundle.files:
       with (holding.directory / file.name).open('ab') as opened:
         opened.truncate(file.size)
-    lanes: dict[tuple[int, int], list[tuple[int, Piece]]] = {}
+    lanes: dict[tuple[int, int], list[tuple[int, FilePiece]]] = {}
     for number, piece in enumerate(holding.bundle.pieces(len(order.stores))):
       if all(holding.verified[piece.file][piece.first : piece.last]):
         continue
@@ -322,18 +322,22 @@ class Store:
     holding.notify()
 
   async def _fetch_all(
-    self, holding: _Holding, order: Order, pieces: list[tuple[int, Piece]], failed: set[str]
+    self,
+    holding: _Holding,
+    order: FetchOrder,
+    pieces: list[tuple[int, FilePiece]],
+    failed: set[str],
   ) -> None:
     for number, piece in pieces:
-      candidates = order.candidates(number, holding.bundle, piece.file)
-      await self._fetch_piece(holding, piece, candidates, failed)
+      providers = order.providers(number, holding.bundle, piece.file)
+      await self._fetch_piece(holding, piece, providers, failed)
       holding.verified[piece.file][piece.first : piece.last] = b'\1' * (piece.last - piece.first)
       holding.notify()
 
   async def _fetch_piece(
-    self, holding: _Holding, piece: Piece, candidates: tuple[Candidate, ...], failed: set[str]
+    self, holding: _Holding, piece: FilePiece, providers: tuple[Provider, ...], failed: set[str]
   ) -> None:
-    """Fetches one piece and verifies it. A candidate that breaks off is followed by the next, which
+    """Fetches one piece and verifies it. A provider that breaks off is followed by the next, which
     continues at the same byte.
 
     Args:
@@ -343,12 +347,12 @@ class Store:
     error: Exception = Lost('the order names no address to fetch from')
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-      for candidate in sorted(candidates, key=lambda candidate: candidate.address in failed):
-        address, asked = candidate.address, time.monotonic()
+      for provider in sorted(providers, key=lambda provider: provider.address in failed):
+        address, asked = provider.address, time.monotonic()
         try:
           while arrival.position < piece.stop:
             try:
-              await self._receive(holding, piece, candidate, arrival)
+              await self._receive(holding, piece, provider, arrival)
             except Lost as later:
               # The limit ends waits of hosts for each other, if their orders named other hosts.
               if later.status != _LATER or time.monotonic() - asked > _PATIENCE_S:
@@ -369,16 +373,16 @@ class Store:
       await asyncio.sleep(_PAUSE_S)
 
   async def _receive(
-    self, holding: _Holding, piece: Piece, candidate: Candidate, arrival: _Arrival
+    self, holding: _Holding, piece: FilePiece, provider: Provider, arrival: _Arrival
   ) -> None:
     """Writes the rest of a piece as it arrives."""
-    label = f'{candidate.address}: {piece.file}, bytes {arrival.position} to {piece.stop}'
-    path = f'{WEIGHTS_PATH}?bundle={candidate.bundle}&file={piece.file}'
+    label = f'{provider.address}: {piece.file}, bytes {arrival.position} to {piece.stop}'
+    path = f'{WEIGHTS_PATH}?bundle={provider.bundle}&file={piece.file}'
     headers = {'Range': f'bytes={arrival.position}-{piece.stop - 1}'}
     descriptor = os.open(holding.directory / piece.file, os.O_WRONLY)
     try:
-      # Wait 'weights': bounded: a candidate that sends nothing for `_SILENCE_S` is given up.
-      async with self._client(candidate.address).request(
+      # Wait 'weights': bounded: a provider that sends nothing for `_SILENCE_S` is given up.
+      async with self._client(provider.address).request(
         'GET', path, label=label, deadline_s=None, silence_s=_SILENCE_S, headers=headers
       ) as response:
         async for chunk in response.chunks():
@@ -392,7 +396,7 @@ class Store:
       os.close(descriptor)
 
 
-def _verify(bundle: Bundle, piece: Piece, path: pathlib.Path) -> None:
+def _verify(bundle: Bundle, piece: FilePiece, path: pathlib.Path) -> None:
   """Raises _Fault if an atom of a piece differs from its digest."""
   file = bundle.file(piece.file)
   with path.open('rb', buffering=0) as opened:

@@ -15,15 +15,15 @@ import links
 import numpy as np
 import pytest
 
-from jaxrl_llm.core.net.endpoint import FrontConfig
 from jaxrl_llm.core.net.front import Front
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import FILE, PublicationFolder
 from jaxrl_llm.rollout.vllm.pull import store as store_module
+from jaxrl_llm.rollout.vllm.pull.distributor import Distributor
 from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH
-from jaxrl_llm.rollout.vllm.pull.source import Source
 from jaxrl_llm.rollout.vllm.pull.store import Store
 from jaxrl_llm.weights.tables import entries
 
@@ -94,7 +94,7 @@ def trainer(folder: str, address: str, addresses: list[str]) -> None:
     folder_of_versions = PublicationFolder(
       pathlib.Path(folder) / 'published', SPEC, dtype='float32', source=FrontConfig()
     )
-    source = Source(listening(folder, address))
+    source = Distributor(listening(folder, address))
     clients = {}
     for each in addresses:
       client = VllmClient(

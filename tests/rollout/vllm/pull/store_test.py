@@ -13,13 +13,13 @@ import pulling
 import pytest
 import xxhash
 from aiohttp import web
-from pulling import hosts, published, run, sending, small_atoms
+from pulling import alone, hosts, published, run, sending, small_atoms
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.vllm.publication import FILE, MANIFEST
 from jaxrl_llm.rollout.vllm.pull import store as store_module
 from jaxrl_llm.rollout.vllm.pull.bundle import Atom, Bundle, BundleFile, atom_slices, describe
-from jaxrl_llm.rollout.vllm.pull.orders import Order
+from jaxrl_llm.rollout.vllm.pull.orders import FetchOrder
 from jaxrl_llm.rollout.vllm.pull.store import Store
 
 
@@ -240,12 +240,8 @@ def test_a_transfer_continues_after_a_cut_at_the_same_byte(tmp_path, publication
     return response
 
   async def main():
-    bundle = described(publication)
-    async with (
-      sending(tmp_path, publication.directory, cutting) as (source, asked),
-      hosts(tmp_path, 1) as (host,),
-    ):
-      answer = await host.order(bundle, sources=[source], stores=[host.address])
+    async with alone(tmp_path, publication.directory, cutting) as (host, order, asked):
+      answer = await host.order(described(publication), **order)
       assert host.content(answer, FILE) == data
       for part, position in cut:
         assert part._replace(start=position) in asked
@@ -265,11 +261,7 @@ def test_an_order_after_a_failure_fetches_only_what_is_missing(tmp_path, publica
 
   async def main():
     bundle = described(publication)
-    async with (
-      sending(tmp_path, publication.directory, failing_in_the_end) as (source, asked),
-      hosts(tmp_path, 1) as (host,),
-    ):
-      order = {'sources': [source], 'stores': [host.address]}
+    async with alone(tmp_path, publication.directory, failing_in_the_end) as (host, order, asked):
       refused = await host.order(bundle, **order)
       assert refused['status'] == 502 and 'HTTP 500' in refused['error']['message']
       fetched = {part for part in asked if part.stop < len(data)}
@@ -340,7 +332,7 @@ GOOD = BundleFile('a.safetensors', 10, (Atom(0, '0' * 32), Atom(4, '1' * 32)))
 
 
 def order_with(**changes):
-  order = Order(
+  order = FetchOrder(
     trainer='a',
     number=1,
     bundles=(Bundle((GOOD,)),),

@@ -16,11 +16,11 @@ import time
 from collections.abc import Collection, Mapping
 
 from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
-from jaxrl_llm.core.net.endpoint import FrontConfig
+from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import MANIFEST, Publication
 from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, describe
-from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, Order
+from jaxrl_llm.rollout.vllm.pull.orders import PULL_PATH, FetchOrder
 from jaxrl_llm.rollout.vllm.pull.server import WeightServer
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer
 
@@ -41,7 +41,7 @@ class _Host:
   pulling: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
 
 
-class Source:
+class Distributor:
   """Serves published files, and orders serving hosts to fetch them."""
 
   def __init__(self, config: FrontConfig):
@@ -159,7 +159,7 @@ class Source:
         error = Lost(f'{client.name}: {PULL_PATH}: answered without the directories')
     raise error
 
-  def _order(self, bundles: tuple[Bundle, ...], place: int, stores: tuple[str, ...]) -> Order:
+  def _order(self, bundles: tuple[Bundle, ...], place: int, stores: tuple[str, ...]) -> FetchOrder:
     address = self._server.address
     if address is None:
       raise Lost('the last server has left')
@@ -169,7 +169,7 @@ class Source:
       for file, address in self._origins.get(bundle.id, {}).items()
     }
     sources = (address, *sorted(set(origins.values())))
-    return Order(
+    return FetchOrder(
       trainer=self._trainer,
       number=time.time_ns(),
       bundles=bundles,
@@ -233,8 +233,8 @@ class PullTransfer(FileTransfer):
 
   backend = 'pull'
 
-  def __init__(self, source: Source):
-    self._source = source
+  def __init__(self, distributor: Distributor):
+    self._distributor = distributor
     self._client: VllmClient | None = None
     self._host = ''
     self._local: dict[pathlib.Path, str] = {}
@@ -249,22 +249,22 @@ class PullTransfer(FileTransfer):
     host, store = names
     self._client, self._host = client, host
     self._local.clear()
-    self._source.forget(host)
-    await self._source.join(host, store, client)
-    await self._source.check(client, deadline_s=60.0)
+    self._distributor.forget(host)
+    await self._distributor.join(host, store, client)
+    await self._distributor.check(client, deadline_s=60.0)
 
   async def prepare(
     self, client: VllmClient, publication: Publication, *, deadline_s: float
   ) -> None:
-    local = await self._source.pull(self._host, publication, deadline_s=deadline_s)
-    kept = self._source.directories
+    local = await self._distributor.pull(self._host, publication, deadline_s=deadline_s)
+    kept = self._distributor.directories
     self._local = {d: path for d, path in (self._local | local).items() if d in kept}
 
   async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
     try:
       await super().send(client, self._moved(publication), deadline_s=deadline_s)
     except RemoteError as error:
-      self._source.forget(self._host)
+      self._distributor.forget(self._host)
       if isinstance(error, Refused) and 'cannot be read' in str(error):
         # The host verified the files, but they have vanished. They can be fetched again.
         raise Lost(str(error)) from None
@@ -287,4 +287,4 @@ class PullTransfer(FileTransfer):
 
   async def close(self) -> None:
     if self._client is not None:
-      await self._source.leave(self._client)
+      await self._distributor.leave(self._client)

@@ -32,11 +32,11 @@ from serving import ask, request
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Lost
-from jaxrl_llm.rollout.api import Shares, Weights
+from jaxrl_llm.rollout.api import SharedWrite, Weights
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import FILE
 from jaxrl_llm.rollout.vllm.pull import server as server_module
-from jaxrl_llm.rollout.vllm.pull.source import PullTransfer, Source
+from jaxrl_llm.rollout.vllm.pull.distributor import Distributor, PullTransfer
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
 from jaxrl_llm.rollout.vllm.shares import VllmShareWriter
 from jaxrl_llm.weights.tables import entries
@@ -166,7 +166,7 @@ def test_servers_that_all_leave_during_a_fetch_are_lost(tmp_path, monkeypatch):
       for root in set(hosts.roots):
         for path in bundles(root):
           shutil.rmtree(path)
-      source = replicas[0].transfer._source
+      source = replicas[0].transfer._distributor
       source.forget(replicas[0].transfer._host)
       monkeypatch.setattr(server_module, 'send_range', silent)
       fetches = [
@@ -186,9 +186,9 @@ def test_a_host_that_was_rebooted_is_not_among_the_others(tmp_path):
   async def main():
     async with attached(tmp_path, ['one', 'two']) as hosts:
       transfer = hosts.fleet.replicas[0].transfer
-      await transfer._source.join('another name', 'another store', transfer._client)
-      assert len(transfer._source._hosts) == 2
-      assert [len(host.clients) for host in transfer._source._hosts.values()] == [1, 1]
+      await transfer._distributor.join('another name', 'another store', transfer._client)
+      assert len(transfer._distributor._hosts) == 2
+      assert [len(host.clients) for host in transfer._distributor._hosts.values()] == [1, 1]
 
   run(main)
 
@@ -253,7 +253,7 @@ def test_a_trainer_that_its_servers_cannot_reach_is_named_at_the_start(tmp_path,
 def test_servers_without_a_store_are_named_at_the_start(tmp_path):
   async def main():
     async with places(tmp_path, 1) as (place,):
-      transfer = PullTransfer(Source(fronts.config(tmp_path)))
+      transfer = PullTransfer(Distributor(fronts.config(tmp_path)))
       client = VllmClient(place.address, name='vllm-0')
       replica = Replica('vllm-0', client=client, server=None, transfer=transfer)
       config = {'transfer': 'pull', 'addresses': (place.address,)}
@@ -277,7 +277,7 @@ def shared(fleet, version, asked, writer):
   async def reports():
     return [None, writer.write(elsewhere, 1, 2, leaves(1))]
 
-  shares = Shares(order=asked, count=2, reports=reports)
+  shares = SharedWrite(order=asked, count=2, reports=reports)
   return Weights(version=version, leaves=leaves(0), probe=weights(version).probe, shares=shares)
 
 
@@ -296,7 +296,7 @@ def test_shares_of_processes_on_other_hosts_are_fetched_from_them(tmp_path, monk
     writer = VllmShareWriter(MODEL.spec)
     async with attached(tmp_path, ['one', 'two'], source=source) as hosts:
       for version in (A, B, C):
-        await hosts.fleet.load(shared(hosts.fleet, version, hosts.fleet.begin_load(), writer))
+        await hosts.fleet.load(shared(hosts.fleet, version, await hosts.fleet.begin_load(), writer))
         assert versions(await wave(hosts.fleet)) == {version}
       publication = hosts.fleet._current.publication
       for place in hosts.places:

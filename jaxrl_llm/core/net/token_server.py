@@ -58,7 +58,7 @@ class FrontConfig:
       )
 
 
-class Endpoint:
+class TokenServer:
   """HTTP server that admits requests with the configured token. Use it as an async context manager,
   or call `start` and `close`.
   """
