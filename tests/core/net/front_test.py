@@ -899,6 +899,12 @@ def test_a_client_that_leaves_in_its_request_is_not_passed_on_as_whole(tmp_path)
         while len(ends) < wanted:
           await asyncio.sleep(0.01)
       assert all(isinstance(end, type) for end in ends), ends
+      async with connected(front.address) as raw:  # Of a small body, the server hears nothing.
+        raw.writer.write(request_bytes('POST', '/pause', AUTHORISED, 'Content-Length: 9') + b'abc')
+        await raw.writer.drain()
+        await asyncio.sleep(0.05)
+      await asyncio.sleep(0.05)
+      assert len(upstream.seen) == wanted
 
   asyncio.run(main())
 
