@@ -205,8 +205,8 @@ class PublicationFolder:
       full_every: interval in versions at which whole weights are published. Each version in between
         is published as a delta if the delta is smaller than the whole weights. If the interval is
         above 1, a copy of the newest version stays in the memory of this process.
-      source: where processes of the trainer serve the weights to hosts that fetch them; None if
-        servers read the files. Digests of the parts of large tensors that hosts fetch separately
+      source: address and token with which processes of the trainer serve the weights to hosts that
+        fetch them; None if servers read the files. Digests of the parts of large tensors that hosts fetch separately
         (`pull.bundle.atom_slices`) are then computed too.
     """
     self.root, self._dtype = Path(root), dtype

@@ -123,8 +123,8 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
 
 
 def _source(config: VllmConfig, setting: EngineSetting) -> FrontConfig:
-  """Returns where the trainer serves weights to the hosts that fetch them. It requires the token
-  that the servers require of the trainer.
+  """Returns the address and token with which the trainer serves weights to the hosts that fetch
+  them. The token is the one that the servers require of the trainer.
   """
   token_file = config.source.token_file or config.key_file
   if token_file is None and setting.registry is not None:

@@ -1,5 +1,5 @@
-"""Writes versions of the weights for the servers of a fleet. The servers determine of what digests
-are computed. Several processes of the trainer may write a version together.
+"""Writes versions of the weights for the servers of a fleet. The slices that the servers hold
+determine which digests are computed. Several processes of the trainer may write a version together.
 """
 
 from __future__ import annotations

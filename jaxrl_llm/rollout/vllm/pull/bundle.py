@@ -105,6 +105,7 @@ class Bundle:
     return sum(file.size for file in self.files)
 
   def file(self, name: str) -> BundleFile | None:
+    """Returns the file with the given name, or None if the bundle has no such file."""
     return next((file for file in self.files if file.name == name), None)
 
   def pieces(self, hosts: int) -> list[FilePiece]:

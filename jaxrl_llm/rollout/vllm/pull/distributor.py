@@ -47,7 +47,7 @@ class Distributor:
   def __init__(self, config: FrontConfig):
     """
     Args:
-      config: where to listen. The token is that of the servers' fronts.
+      config: address at which to listen, and the token of the servers' fronts.
     """
     self._server = WeightServer(config)
     self._trainer = secrets.token_hex(8)

@@ -29,12 +29,14 @@ _START_S = 30.0
 
 
 class WeightServer:
-  """Serves the files of bundles from a thread, so that the event loop of the process stays free."""
+  """HTTP server of the files of bundles. It runs in a thread, so that the event loop of the process
+  stays free.
+  """
 
   def __init__(self, config: FrontConfig):
     """
     Args:
-      config: where to listen. The token is that of the servers' fronts.
+      config: address at which to listen, and the token of the servers' fronts.
     """
     self._config = config
     self.served: Mapping[str, tuple[pathlib.Path, Bundle]] = {}

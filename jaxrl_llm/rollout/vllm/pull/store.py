@@ -43,9 +43,9 @@ _MAX_ORDER_BYTES = 64 << 20
 _AT_ONCE = 4
 """Number of pieces that a store fetches from the trainer at the same time."""
 _PATIENCE_S = 60.0
-"""Seconds for which all providers are tried for a piece again and again."""
+"""Seconds after which a piece is given up if none of its providers sends it."""
 _PAUSE_S = 1.0
-"""Seconds after each provider was tried."""
+"""Seconds between two rounds, in each of which every provider of a piece is asked."""
 _WAIT_S = 5.0
 """Seconds after which a store tells another one, which waits for a piece, to ask again. By this,
 the other one knows that the store works.
@@ -57,7 +57,7 @@ _SILENCE_S = 30.0
 _LATER = 503
 """HTTP status of the answer to ask again."""
 _REACH_S = 10.0
-"""Deadline of the check whether the trainer can be reached."""
+"""Deadline in seconds of the check whether the trainer can be reached."""
 _MAX_ANSWER_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
 
