@@ -272,8 +272,9 @@ class _Log:
       self.file.write(f'guard: {text}\n'.encode(errors='replace'))
 
   def trim(self) -> None:
-    """Removes the beginning of a log that is too large. Output written at the same moment may be
-    lost.
+    """Removes the beginning of a log that is too large.
+
+    Output written between the last read and the truncation, some microseconds later, is lost.
     """
     if self.limit is None:
       return
@@ -283,6 +284,7 @@ class _Log:
         return
       self.file.seek(size - self.limit // 2)
       tail = self.file.read(self.limit // 2)
+      tail += self.file.read(self.limit // 2)  # Output written during the first read.
       tail = tail[tail.find(b'\n') + 1 :]
       # Every writer has the file open for appending, so the next line goes to its new end.
       os.ftruncate(self.file.fileno(), 0)
