@@ -206,8 +206,8 @@ class PublicationFolder:
         is published as a delta if the delta is smaller than the whole weights. If the interval is
         above 1, a copy of the newest version stays in the memory of this process.
       source: address and token with which processes of the trainer serve the weights to hosts that
-        fetch them; None if servers read the files. Digests of the parts of large tensors that hosts fetch separately
-        (`pull.bundle.atom_slices`) are then computed too.
+        fetch them; None if servers read the files. If hosts fetch them, digests are also computed
+        of the parts of large tensors that they fetch separately (`pull.bundle.atom_slices`).
     """
     self.root, self._dtype = Path(root), dtype
     self._spec, self._full_every = spec, full_every

@@ -167,7 +167,8 @@ class ShareOrder(NamedTuple):
   """Whether to compute checksums too."""
   source: FrontConfig | None = None
   """Address and token with which a process that does not see the directory serves its share to the
-  hosts that fetch it. None if servers read the files. Process `n` adds `n` to the port, unless the port is 0.
+  hosts that fetch it. None if servers read the files. Process `n` adds `n` to the port, unless the
+  port is 0.
   """
   keep: tuple[str, ...] = ()
   """Tokens of the versions that are still published."""
