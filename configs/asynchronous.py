@@ -5,7 +5,7 @@ The variant is the bound, optionally followed by a plus sign and the loss: 'deco
 the proximal policy is the policy before the update, and importance weights correct for the sampler)
 or 'naive' (PPO's ratio is taken with respect to the sampler, as if its weights were current).
 
-Paper:     AReaL, arXiv:2505.24298 (the bound; the decoupled loss is of arXiv:2110.00641).
+Papers:    AReaL, arXiv:2505.24298, for the bound; arXiv:2110.00641 for the decoupled loss.
 Command:   python launch/train.py --config=configs/asynchronous.py:bound_4
            python launch/train.py --config=configs/asynchronous.py:bound_4+naive
 Hardware:  a laptop's CPU.

@@ -31,8 +31,8 @@ def get_config(variant: str = 'pairs') -> Config:
     raise ValueError(f'variant {variant!r}: wanted one of pairs, online, rejection')
   config = quickstart.get_config()
   sft, grpo = config.stages
-  # Without a little imitation, the likelihood of right answers falls together with that of wrong
-  # ones.
+  # Without a little imitation, training would lower the likelihood of right answers, too, and not
+  # only of wrong ones.
   dpo = AlgorithmConfig(name='dpo', options={'sft_loss_coef': 0.2} if variant == 'pairs' else {})
   optimizer = OptimizerConfig(peak_lr=1e-4, b2=0.99)
   if variant == 'pairs':

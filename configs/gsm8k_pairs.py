@@ -1,14 +1,15 @@
 """DPO and a reward model from pairs of a right and a wrong solution to the same GSM8K question.
 
-There are three runs. 'sft' learns to write solutions to the training questions. 'dpo' and
-'reward_model' start from its result and learn from pairs. The questions of the pairs are those of
-the test split, divided into five folds, of which one is held out.
+There are three variants. 'sft' learns to write solutions to the training questions. 'dpo' and
+'reward_model' start from the result of 'sft' and learn from pairs. The pairs answer the questions
+of the test split, which are divided into five folds. One fold is held out.
 
 Command:   python launch/train.py --config=configs/gsm8k_pairs.py:sft,DIRECTORY
            python launch/train.py --config=configs/gsm8k_pairs.py:dpo,DIRECTORY \
              --init_from=RUN_OF_SFT
            ... --config.preferences.train.fold=2 --config.preferences.held_out.fold=2
-           DIRECTORY holds both files. benchmarks/preferences.py runs all of it, over all folds.
+           DIRECTORY holds train.jsonl and preference_pairs.jsonl. benchmarks/preferences.py runs
+           all variants on all folds.
 Hardware:  a laptop's CPU; the model is far too small to reason.
 Result:    docs/develop/benchmarks.md. Not run at size.
 """

@@ -35,9 +35,13 @@ from jaxrl_llm.api import (
 )
 
 LENGTH = ScorerConfig(name='length', weight=0.0)
-"""Only the stage `rl_length` sets a weight, so that evaluations measure correctness alone."""
+"""Scorer that rewards short answers. Only the stage `rl_length` gives this scorer a weight above 0,
+so that evaluations measure correctness alone.
+"""
 SHORT = {'min_word_len': 3, 'max_word_len': 4}
-"""Options of the taskset with which the curriculum begins. The other words have up to 5 letters."""
+"""Options of the taskset with which the curriculum begins: words of 3 or 4 letters. The words of
+the other tasksets have up to 5 letters.
+"""
 CURRICULUM = SamplerConfig(
   weights={'short': 1.0, 'train': 0.0},
   schedule=(LaterWeights(from_batch=40, weights={'short': 0.0, 'train': 1.0}),),

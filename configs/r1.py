@@ -1,14 +1,14 @@
 """DeepSeek-R1's pipeline on the quickstart's task: cold start, reasoning RL, rejection sampling,
 SFT of the base model on the selected answers, a reward model, and RL with all rewards.
 
-The stages are those of section 2.3 of the paper, at toy size. `reasoning` rewards only the answer.
-`collect` only generates samples from its result. `distil` starts again from the base weights and
-imitates the correct answers. `helpfulness` trains a reward model on pairs of a better and a worse
-sample of `collect`, starting from the weights of `distil` with a new head. `all_rewards` continues
-with the policy of `distil`; it adds the score of the reward model, and penalises answers that reach
-the length limit. In the paper, the reward model learns from preferences about open questions, and
-the stage `reasoning` also rewards language consistency (the scorer `language`, which needs texts of
-several words).
+The stages follow section 2.3 of the paper, at toy size. `reasoning` rewards only the answer.
+`collect` only generates samples, with the weights that `reasoning` has trained. `distil` starts
+again from the base weights and imitates the correct answers. `helpfulness` trains a reward model on
+pairs of a better and a worse sample of `collect`, starting from the weights of `distil` with a new
+head. `all_rewards` continues with the policy of `distil`; it adds the score of the reward model,
+and penalises answers that reach the length limit. In the paper, the reward model learns from
+preferences about open questions, and the stage `reasoning` also rewards language consistency (the
+scorer `language`, which needs texts of several words).
 
 The variant without_STAGE omits a stage, to show what the stage contributes.
 

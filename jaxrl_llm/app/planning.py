@@ -1,8 +1,8 @@
 """Automatic choices of a run, on which its processes agree before any work on the devices.
 
-Process 0 makes the choices that need no compiler. All processes compile each memory plan, because
-some compilers need all of them, and report its memory. If a process cannot use a choice, all
-processes raise an error that names this process.
+Process 0 makes the choices that need no compiler. Every process compiles each memory plan, because
+some compilers work only if all processes take part, and reports the memory that the plan needs. If
+a process cannot use a choice, all processes raise an error that names this process.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class RolloutConfig:
   workflow: WorkflowConfig = WorkflowConfig()
   """Workflow that turns a task into samples."""
   explorers: ExplorersConfig | None = None
-  """Explorer processes that run the workflow. If None, the trainer's process runs it."""
+  """Explorer processes that run the workflow. If None, the trainer's process runs the workflow."""
   auxiliary: tuple[AuxiliaryConfig, ...] = ()
   """Models besides the policy that workflows may query."""
   partial: PartialConfig | None = None
@@ -65,8 +65,8 @@ class RolloutConfig:
   batches. If None, each rollout is generated completely for one batch.
   """
   repetition_detection: RepetitionDetection | None = None
-  """Rule that ends a training rollout early when it repeats itself. If None, repetition is ignored.
-  Evaluations always ignore it.
+  """Rule that ends a training rollout early when the rollout repeats itself. If None, repetition is
+  ignored. In evaluations, repetition is always ignored.
   """
 
   @property

@@ -375,7 +375,8 @@ def _record(
 
 
 async def _complete(setup: Setup, prepared: Prepared | None, learned: Learned) -> None:
-  """Exports the models of a finished run. Process 0 also writes the report, and archives both.
+  """Exports the models of a finished run. Process 0 also writes the report, and copies the models
+  and the report to the archive if there is one.
 
   Args:
     prepared: prepared data in process 0; None in the other processes.

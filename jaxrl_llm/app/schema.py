@@ -82,8 +82,8 @@ class PolicyConfig:
   """
   remat: Literal['auto', 'none', 'full', 'dots', 'offload'] = 'auto'
   """Rematerialization: 'none' keeps all activations for the backward pass; the other values keep
-  some activations of each layer and recompute the rest (see `ModelOptions.remat`). On a CPU, they
-  save memory only with `scan_layers`. With 'auto', the memory plan chooses the value
+  some activations of each layer and recompute the rest (see `ModelOptions.remat`). On a CPU,
+  recomputation saves memory only with `scan_layers`. With 'auto', the memory plan chooses the value
   (`learner.memory_bytes`).
   """
   attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'

@@ -74,8 +74,8 @@ class ReferenceRule:
   """Number of batches after which the reference is set to the current policy again. If None, the
   reference is never reset in this way.
 
-  If it is 1, the reference of each batch is the policy before that batch, so no separate copy of
-  the reference is kept.
+  If 1, the reference of each batch is the policy before that batch, so no separate copy of the
+  reference is kept.
   """
   ema: float | None = None
   """Decay of an exponential moving average of the policy, which is updated after each batch. If
@@ -117,7 +117,7 @@ class Annotation(NamedTuple):
   metrics: Mapping[str, tuple[float, float]]
   """Batch statistics as (sum, count), keyed by metric."""
   returns: Sequence[Float64[np.ndarray, '...']] | None = None
-  """Targets of the critic for each row, one per token."""
+  """Targets of the critic for each row, one per token. None if the algorithm has no critic."""
   rewards: Sequence[float | None] | None = None
   """Reward of each row after shaping, for the metric `critic/rewards`. If None, the metric uses the
   rewards as scored.

@@ -44,7 +44,8 @@ class OptimizerConfig:
   """Number of consecutive skipped updates after which the run stops."""
   offload: bool | Literal['auto'] = 'auto'
   """Whether the moments are kept in pinned host memory. For the update, they are moved to the
-  devices one parameter at a time. 'auto' takes part in the memory plan (`learner.memory_bytes`).
+  devices one parameter at a time. If 'auto', the memory plan decides (`learner.memory_bytes`);
+  without a memory plan, the moments stay on the devices.
   """
 
   @property

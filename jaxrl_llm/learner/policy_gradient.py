@@ -280,7 +280,9 @@ def _compared(
   rewards: Sequence[float | None],
   estimate: Estimate,
 ) -> GroupAdvantages:
-  """Compares trajectories or their steps, depending on `config.credit`."""
+  """Estimates the advantages of `rows` with `estimate`. Depending on `config.credit`, whole
+  trajectories or their steps are compared.
+  """
   how = {'credit': config.credit, 'gamma': config.step_gamma, 'weight': config.step_weight}
   return compared(rows, rewards, estimate, **how)
 

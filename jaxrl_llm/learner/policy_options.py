@@ -114,8 +114,8 @@ class KlOptions:
   target. If None, the coefficient is constant.
   """
   kl_horizon: float = 10_000.0
-  """Horizon of the adaptation, in samples. The longer the horizon, the slower the coefficient
-  changes.
+  """Horizon, in samples, over which the KL coefficient is adapted towards `kl_target`. The longer
+  the horizon, the slower the coefficient changes.
   """
   reference: ReferenceRule = ReferenceRule()
 

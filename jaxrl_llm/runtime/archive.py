@@ -215,7 +215,7 @@ class Archive:
     return self._root / _COMMITS / f'{step}.json'
 
   def ship(self, step: int, files: Mapping[str, pathlib.Path], *, keep: Collection[int]) -> Shipped:
-    """Archives a commit. Repeats the attempt after an error, until `deadline_s` have passed.
+    """Archives a commit. After an error, tries again until `deadline_s` seconds have passed.
 
     Args:
       step: number of completed batches at the commit.

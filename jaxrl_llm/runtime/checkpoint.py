@@ -418,8 +418,9 @@ def _not_of_orbax(record: stdlib_logging.LogRecord) -> bool:
 def _remove_failed(path: pathlib.Path, error: Exception) -> None:
   """Removes the files of a failed save.
 
-  The removal is repeated until no files have appeared for `_QUIET_S` seconds, but at most for 20
-  times as long, because pending writes continue for a while and create directories again.
+  Pending writes continue for a while and create directories again. The removal is therefore
+  repeated until no files have appeared for `_QUIET_S` seconds, but for at most 20 · `_QUIET_S`
+  seconds in total.
   """
   seen = started = time.monotonic()
   while (now := time.monotonic()) < min(seen + _QUIET_S, started + 20 * _QUIET_S):

@@ -91,7 +91,7 @@ class Objective:
   key: str
   """Key of the metric in metrics.jsonl."""
   direction: str = 'maximize'
-  """'maximize' or 'minimize'."""
+  """Which values are better: 'maximize' for larger ones, or 'minimize' for smaller ones."""
   at: str = 'last'
   """Whether the 'last' or the 'best' measurement counts as a run's value."""
 

@@ -385,7 +385,7 @@ class EventLog(Events):
         self._size, data = self._size + written, data[written:]
       if self._size > self._max_bytes / 2:
         self._file.close()
-        with contextlib.suppress(FileNotFoundError):  # It may have been deleted.
+        with contextlib.suppress(FileNotFoundError):  # Someone may have deleted the log.
           self._path.replace(self._path.with_name(EARLIER_FILE))
         self._open()
     except OSError as error:

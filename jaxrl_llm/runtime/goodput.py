@@ -52,9 +52,9 @@ def trainer_seconds(
   """Returns metrics that say how one trainer process spent its time, in seconds per class.
 
   Args:
-    parts: seconds of each part of the step, without the parts inside it. While the engine of this
-      process samples, the time counts as `generate` (as `evaluate` in an evaluation), whichever
-      part of the step is waiting.
+    parts: seconds of each part of the step, excluding the parts nested inside it. The time in which
+      the engine of this process samples counts as `evaluate` in an evaluation and as `generate`
+      in all other parts of the step.
     wall_s: seconds since the previous row of metrics.
     is_repeated: whether an earlier attempt had completed this step before a crash, so that the step
       had to be repeated. If so, the seconds of the classes in `_REPEATABLE` count as `recompute`.
@@ -85,8 +85,8 @@ def shares(rows: Iterable[Mapping[str, object]], kind: str) -> dict[str, float]:
           seconds[key.removeprefix(prefix)] += value
         elif key == f'{WALL}{kind}':
           wall += value
-  # Rows of earlier program versions have no wall time. In these versions, the classes always added
-  # up to it.
+  # Rows of earlier program versions have no wall time. In these versions, the seconds of all
+  # classes always added up to the wall time.
   wall = wall or sum(seconds.values())
   return {name: value / wall for name, value in seconds.most_common() if value} if wall else {}
 

@@ -76,9 +76,9 @@ class Entry:
   parent: Parent | None = None
   """Commit from which the run branched at this step; None if the run did not branch here."""
   machine: Mapping[str, int] = dataclasses.field(default_factory=dict)
-  """Numbers of devices and processes with which the step was made, keyed by 'devices' and
-  'processes'. Empty if an earlier version of this program made the step, or if the run is a branch
-  that has not begun.
+  """Numbers of devices and processes that the run used from `step` on, keyed by 'devices' and
+  'processes'. Empty if an earlier version of this program wrote the entry, or if the run is a
+  branch that has not begun.
   """
 
   def to_json(self) -> dict[str, Json]:

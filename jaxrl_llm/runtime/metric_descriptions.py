@@ -174,7 +174,7 @@ METRICS: dict[str, str] = {
     'Tokens that a slot samples per decode step, with rollout.embedded.speculation. At least 1, '
     'without accepted drafts, and at most 1 + speculation.tokens.'
   ),
-  # Metrics of two separate runs: one explores, and the other trains.
+  # Metrics of a run that trains on the rollouts of a separate run, the run that explores.
   'explore/version': (
     "Step of the trainer's version with which the rollouts were generated (`follow`), the newest "
     'of the batch.'

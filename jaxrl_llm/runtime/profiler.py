@@ -23,7 +23,7 @@ class Profiler:
   def __init__(self, directory: pathlib.Path, steps: Collection[int]):
     """
     Args:
-      directory: directory of the traces; created with the first one.
+      directory: directory of the traces. The first trace creates it.
       steps: numbers of the steps to trace, counted from 1 over the whole run.
     """
     self._directory, self._steps = directory, frozenset(steps)

@@ -321,7 +321,8 @@ def _summary(rows: list[Row], stages: list[Row], others: list[Row]) -> list[Row]
   tile of a reward or loss shows the means over the first and the last 10 steps.
 
   Args:
-    others: seconds of the trainer processes other than process 0.
+    others: rows with the seconds of the trainer processes other than process 0, as returned by
+      `goodput.rows_of_others`.
   """
   tiles = []
   accuracies = [

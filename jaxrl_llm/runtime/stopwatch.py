@@ -58,7 +58,9 @@ class Stopwatch:
     return seconds
 
   def take_own(self) -> dict[str, OwnSeconds]:
-    """Returns the seconds of each part since the last call, without the parts inside it."""
+    """Returns the seconds of each part since the last call, excluding the parts nested inside it.
+    The seconds are keyed by the name of the part.
+    """
     own, self._own = self._own, {}
     return own
 

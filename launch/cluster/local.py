@@ -21,7 +21,7 @@ def _supervises(arguments: list[str]) -> bool:
 if __name__ == '__main__':
   if _supervises(sys.argv[1:]):
     sys.exit(supervisor.main(sys.argv))
-  # Imported here, because it imports JAX.
+  # Imported here, because this module imports JAX, which the supervisor does not need.
   from jaxrl_llm.app.commands.cli import launch
 
   sys.exit(launch('launch', [sys.argv[0], 'local', *sys.argv[1:]]))

@@ -19,7 +19,7 @@ class Agreement(NamedTuple):
   samples: int
   """Number of samples that at least two people judged."""
   people: int
-  """Number of people who judged any of these samples."""
+  """Number of people who judged at least one sample that another person judged, too."""
 
   @property
   def line(self) -> str:

@@ -182,10 +182,11 @@ class Reopened(Setup):
 async def reopen(
   config: Config, run: pathlib.Path, load: Callable[[str], Taskset] | None = None
 ) -> AsyncIterator[Reopened]:
-  """Opens the run in directory `run` with a configuration, which may differ from the run's own if
-  both fit the same model and data.
+  """Opens the run in directory `run` with the given configuration.
 
   Args:
+    config: configuration. It may differ from the run's own configuration, but must describe the
+      same model and data.
     run: directory of the run. If it has no tokenizer or static rows, they are created in a
       temporary directory.
     load: function that returns the taskset with a given name. If None, a loader that loads each

@@ -100,7 +100,8 @@ def course(config: Config, run: pathlib.Path, step: int | None) -> Course:
     step: step to replay; None for the last recorded step.
 
   Raises:
-    UserError: the run has not recorded that step, or recorded it on a different kind of machine.
+    UserError: the run has not recorded `step`, or the step cannot be repeated bit for bit, because
+      the run was made on a different kind of machine or its commits have rounded moments.
   """
   file = run / METRICS_FILE
   rows = {

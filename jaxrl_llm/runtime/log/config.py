@@ -49,7 +49,7 @@ class LogWriterConfig:
   name: str | None = None
   """Name of the writer in messages, metrics and files. If None, it is the attribute in `kind`."""
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  """Keyword arguments of the function."""
+  """Keyword arguments with which the function `kind` is called."""
 
   @property
   def label(self) -> str:
@@ -88,13 +88,13 @@ class LoggingConfig:
   samples are written.
   """
   event_bytes: int = 256_000_000
-  """Approximate maximum size of `events.jsonl` and `events.1.jsonl` together. The oldest messages
-  are deleted.
+  """Approximate maximum size in bytes of `events.jsonl` and `events.1.jsonl` together. When the
+  files would become larger, the oldest messages are deleted.
   """
   peak_tflops: float | None = None
-  """Peak of one device in 10¹² operations per second, to which `perf/mfu/<role>` refers. If None,
-  the data sheet's dense bfloat16 figure is used for TPUs v4 to v6e, H100 and H200. For other
-  devices there are then no such metrics.
+  """Peak speed of one device in 10¹² operations per second. `perf/mfu/<role>` is the achieved share
+  of this speed. If None, the data sheet's dense bfloat16 figure is used for TPUs v4 to v6e, H100
+  and H200, and runs on other devices do not write these metrics.
   """
   profile_steps: tuple[int, ...] = ()
   """Steps that every process traces with `jax.profiler`, counted from 1 over the whole run, at most
