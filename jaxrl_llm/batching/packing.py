@@ -164,8 +164,9 @@ def _deal_ranks(order: Sequence[int], totals: Sequence[int], ranks: int) -> list
   """Assigns units to ranks, starting with the longest. In each round every rank gets one unit, and
   the rank with the fewest tokens gets the longest unit of the round.
 
-  In the first two rounds this is the snake order (ranks forwards, then backwards). In later rounds
-  it keeps the ranks' numbers of tokens close, whereas in snake order they would drift apart.
+  In the first two rounds, the result is the snake order (ranks forwards, then backwards). In later
+  rounds, this rule keeps the ranks' numbers of tokens close. In snake order, the numbers would
+  drift apart.
   """
   owned: list[list[int]] = [[] for _ in range(ranks)]
   loads = [0] * ranks

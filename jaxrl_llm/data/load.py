@@ -40,7 +40,7 @@ flags.FLAGS.set_default('grain_py_traceback_filtering', 'off')
 
 _TOKENS_AT_ONCE = 8192
 """Minimum number of tokens that a thread reads at once. Short rows are read together, because
-passing a single one to a thread takes longer than reading it.
+passing a single short row to a thread takes longer than reading the row.
 """
 _READS_AHEAD = 32
 """Maximum number of completed reads whose rows wait to be packed."""

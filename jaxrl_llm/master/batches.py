@@ -113,8 +113,8 @@ class StreamBatches:
   async def next(self) -> tuple[list[Row], dict[str, int]]:
     asked = self._events.request(Edge.FETCH, source='static')
     self._draw_ahead()
-    # A signal may cancel this wait, but not the drawing, because the stream has already advanced
-    # past the rows.
+    # A signal may cancel this wait. It must not cancel the drawing task, because the stream has
+    # already advanced past the rows.
     rows, self._after = await asyncio.shield(self._ahead)
     self._ahead = None
     self._draw_ahead()
@@ -289,8 +289,8 @@ class MixedBatches(RolloutBatches):
 
   async def next(self) -> tuple[list[Row], dict[str, int]]:
     rows, counts = await super().next()
-    # A signal may cancel this wait. The run then ends, and its next start undoes what the thread
-    # has recorded.
+    # A signal may cancel this wait. The run then ends, and its next start undoes the changes that
+    # the thread has made to the store.
     added, more = await asyncio.to_thread(self._added.draw, self._step, self._rows)
     self._drawn = tuple(row.uid for row in added)
     if not added:

@@ -70,8 +70,8 @@ class SuiteConfig:
 
 
 def _answer(member: Experience) -> str | None:
-  """Returns the answer that a scorer extracted from the completion; None if no scorer reports
-  one.
+  """Returns the answer that a scorer extracted from the completion. Returns None if no scorer
+  reports an answer.
   """
   answers = (score.evidence.get('answer') for score in member.scores)
   return next((answer for answer in answers if isinstance(answer, str)), None)

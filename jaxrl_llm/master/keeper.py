@@ -73,8 +73,8 @@ class Logs:
   decode: Callable[[list[int]], str]
   """Returns the text of token ids, special tokens included."""
   transcript_tokens: int | None = None
-  """Maximum number of response tokens in a step's transcripts; see
-  `LoggingConfig.transcript_tokens`.
+  """Maximum number of response tokens in a step's transcripts. If None, the number is unlimited. If
+  0, no transcripts are written.
   """
   machine_metrics: Callable[[], dict[str, float]]
   """Returns metrics of the process itself, such as heartbeat and number of compilations."""
@@ -213,7 +213,7 @@ class _Evaluation(NamedTuple):
 
 
 class RunKeeper:
-  """Implements `Keeper` for a run."""
+  """Keeper of a run: writes metrics and rollouts, runs the evaluation suites, and commits."""
 
   def __init__(
     self,
@@ -258,7 +258,9 @@ class RunKeeper:
     self._write_s: dict[str, float] = {}
     """Metrics of the newest complete commit, until they are written in a row of metrics."""
     self._repeats_until = 0
-    """Value of `Logs.repeats_until`. After `start`, all processes have this value."""
+    """Number of the last step that earlier attempts (starts of the run) had completed. `start` sets
+    it in every process to the value of `Logs.repeats_until` in process 0.
+    """
     self._warned: dict[str, int] = {}
     """Step of the last warning about each budget, keyed by budget."""
 

@@ -63,8 +63,8 @@ class LoopState:
 class Keeper(Protocol):
   """Writes metrics, evaluates and commits. Every process has a keeper.
 
-  If a signal interrupts an evaluation, the returned state has `evaluated` False and the signal in
-  `stop`.
+  If a signal interrupts an evaluation, the state that the method returns has `evaluated` False and
+  the number of the signal in `stop`.
   """
 
   async def start(self, state: LoopState, stage: Stage) -> LoopState: ...

@@ -263,7 +263,8 @@ class MemoryPhases(Phases):
     asked = self._process.events.request(edge, role=role, **fields)
     moved = await self._process.device.run(function, roles_of(learned)[role], *args)
     if size is None:
-      # For a commit, arrays return only to host memory, so none is on the device.
+      # For a commit, arrays return only to host memory. They then have no bytes on the device, and
+      # the size of the device's shards is counted instead.
       size = memory.device_bytes(moved, self._ledger_device)
       size = size or memory.shard_bytes(moved, self._ledger_device)
     self._moved += size
@@ -274,7 +275,7 @@ class MemoryPhases(Phases):
     return self._directory / role.replace(' ', '_')
 
   async def _release(self) -> None:
-    """Releases the engine's memory in process 0. The other processes wait until that is done."""
+    """Releases the engine's memory in process 0. The other processes wait until it is released."""
     coordinator = self._process.coordinator
     await coordinator.broadcast(self._release_own() if coordinator.leads else None)
 

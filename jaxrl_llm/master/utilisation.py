@@ -33,7 +33,9 @@ def packed_flops(
   Tokens of a shared prefix count once.
 
   Args:
-    backward, frozen: see `model_flops`.
+    backward: whether the pass computes gradients.
+    frozen: whether the weights are frozen, so that the backward pass computes no gradients for
+      them.
   """
   tokens = pairs = 0
   for packing in packings:

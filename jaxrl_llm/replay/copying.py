@@ -94,7 +94,9 @@ def mirror(source: pathlib.Path, target: pathlib.Path, *, commit: int) -> None:
   In contrast to `copy`, the copy keeps the store's name, so that the run itself can resume with it.
 
   Args:
-    source, target, commit: see `copy`.
+    source: directory of the store.
+    target: directory of the copy, which must not exist.
+    commit: step of the commit with which the copy will be used.
 
   Raises:
     UserError: the store is damaged, or the copy of the index cannot be written.

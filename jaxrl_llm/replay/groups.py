@@ -54,7 +54,9 @@ ORDER BY s.uses, s.seq"""
 
 
 def added(db: sqlite3.Connection, *, step: int, max_uses: int, longest: int) -> list[str]:
-  """Returns the uids of added expert rows that can be drawn; see `ReplayStore.added`."""
+  """Returns the uids of the added expert rows that can be drawn for the batch of `step`, least used
+  rows first (see `ReplayStore.added`).
+  """
   limits = {'step': step, 'max_uses': max_uses, 'longest': longest}
   return [uid for (uid,) in db.execute(_ADDED, limits)]
 
@@ -62,7 +64,9 @@ def added(db: sqlite3.Connection, *, step: int, max_uses: int, longest: int) -> 
 def drawable(
   db: sqlite3.Connection, *, step: int, max_uses: int, oldest_version: int | None
 ) -> list[Group]:
-  """Returns the groups that can be drawn for a batch; see `ReplayStore.candidates`."""
+  """Returns the groups that can be drawn for the batch of `step`. `ReplayStore.candidates` states
+  the conditions.
+  """
   oldest = 0 if oldest_version is None else oldest_version
   return _groups(
     db.execute(_DRAWABLE_GROUPS, {'step': step, 'max_uses': max_uses, 'oldest': oldest})
@@ -72,7 +76,9 @@ def drawable(
 def to_evict(
   db: sqlite3.Connection, *, before_version: int | None, capacity: int | None, step: int
 ) -> dict[str, list[str]]:
-  """Returns the uids of the samples that should expire, keyed by reason; see `StepWriter.evict`."""
+  """Returns the uids of the samples that should expire, keyed by reason ('version' or 'capacity').
+  `StepWriter.evict` states the conditions.
+  """
   waiting = _groups(db.execute(_WAITING_GROUPS, {'step': step}))
   waiting.sort(key=lambda group: (group.version, group.admitted, group.issued))
   old = [
@@ -88,8 +94,8 @@ def to_evict(
 
 
 def sealed(db: sqlite3.Connection) -> list[list[str]]:
-  """Returns the uids of samples in sealed segment files, one list per group; see
-  `ReplayStore.sealed`.
+  """Returns the uids of the policy's samples in sealed segment files that are admitted or trained,
+  one list per group, in the order in which they were issued.
   """
   groups: dict[str, list[str]] = {}
   for group, uid in db.execute(_SEALED):

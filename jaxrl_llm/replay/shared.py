@@ -52,7 +52,7 @@ def digest(payload: bytes) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opening:
-  """A start of the run that shares batches."""
+  """Record of one start of a run that shares its batches."""
 
   schema: int = SCHEMA
   store: str

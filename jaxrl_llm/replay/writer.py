@@ -386,7 +386,7 @@ class StepWriter:
       )
 
   def _insert(self, rows: Sequence[Issue], partition: Partition, state: State) -> None:
-    """Inserts new samples as `issued`, and then moves them to `state` if that is another state.
+    """Inserts new samples in the state `issued`, and then moves them to `state` if that differs.
 
     Both changes are made inside the caller's transaction.
     """

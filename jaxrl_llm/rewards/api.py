@@ -75,8 +75,8 @@ class Attempt:
 Scorer = Callable[[Attempt], Verdict]
 """A pure function that scores one attempt.
 
-It must be picklable by reference: a top-level function, a partial of one, or an `OverrunIsZero`
-around either.
+It must be picklable by reference. It is therefore a top-level function, a `functools.partial` of
+such a function, or an `OverrunIsZero` that wraps one of these two.
 """
 
 
@@ -171,7 +171,9 @@ class PerGroup:
 
 @dataclasses.dataclass(frozen=True)
 class AwaitedGroup:
-  """Scores a whole group, like `PerGroup`, and waits for another process, like `Awaited`."""
+  """A scorer that assesses whole groups, like `PerGroup`, and waits for another process, like
+  `Awaited`.
+  """
 
   open: Callable[
     [],
@@ -186,7 +188,9 @@ class AwaitedGroup:
   concurrency: int = 16
   """Maximum number of groups scored concurrently."""
   discovers: Discovers | None = None
-  """Services in the run's registry that the scorer calls; see `Awaited.discovers`."""
+  """Services in the run's registry that the scorer calls. If None, the scorer does not discover
+  services.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,9 +227,9 @@ class ScorerConfig:
   """Name of the implementation. If None, it is the same as `name`."""
   weight: float = 1.0
   combine: Literal['sum', 'product', 'gate'] = 'sum'
-  """How the scorer's value enters the reward. sum: weight · value is added; product: the sum is
-  multiplied by weight · value; gate: the reward is 0 unless the value is at least 1. For product
-  and gate, the value includes the values of turns.
+  """Operation by which the scorer's value enters the reward. sum: weight · value is added; product:
+  the sum is multiplied by weight · value; gate: the reward is 0 unless the value is at least 1. For
+  product and gate, the value includes the values of turns.
   """
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   """Options for the implementation, which parses and checks them."""

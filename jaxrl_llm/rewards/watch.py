@@ -27,7 +27,9 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class BadSign(RuntimeError):
-  """A verifier attempted a forbidden operation. Its process must not be used again."""
+  """Raised if a verifier attempts a forbidden operation. The process in which the verifier ran must
+  not be used again.
+  """
 
 
 class _Watch:

@@ -76,8 +76,9 @@ class ExamplesConfig:
   assistant's turns with `{% generation %}`. If None, the tokenizer's template is used.
   """
   loss_on: LossOn = 'answers'
-  """Tokens in the loss. 'answers': the assistant's turns, completions and texts, as described
-  above. 'completions': a row's completion, or all tokens if it has none. 'all': all tokens.
+  """Tokens in the loss. 'answers': the assistant's turns in a conversation or in a completion that
+  consists of messages, a completion that is text, and all tokens of a row that is only a text.
+  'completions': a row's completion, or all tokens if the row has none. 'all': all tokens.
   """
   deduplicate: Literal['none', 'rows', 'prompts'] = 'none'
   """Rows that are dropped as duplicates. none: no rows; rows: rows that equal an earlier row;
@@ -164,7 +165,7 @@ class Example:
   uid: str
   """Name of the example set and number of the row, counted from 0, for example `chat:17`."""
   where: str
-  """Location of the row for messages: file and line, or dataset and index."""
+  """Location of the row, for error messages: file and line, or dataset and index."""
   name: str
   """Name of the example set."""
   domain: str

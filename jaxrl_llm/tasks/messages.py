@@ -1,4 +1,4 @@
-"""Reads the chat messages of a row: checks them, and keeps what a chat template uses."""
+"""Reads and checks the chat messages of a row."""
 
 from __future__ import annotations
 

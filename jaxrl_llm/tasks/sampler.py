@@ -21,7 +21,7 @@ from jaxrl_llm.tasks.taskset import Taskset
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaterWeights:
-  """Weights of tasksets that replace `SamplerConfig.weights` from a batch on."""
+  """Weights of tasksets that replace `SamplerConfig.weights` from a given batch on."""
 
   from_batch: int
   """Number, counted from 0, of the stage's first batch for which these weights are used."""

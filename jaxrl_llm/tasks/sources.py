@@ -63,7 +63,7 @@ class SourceRow:
   """A row of a source, as JSON values."""
 
   where: str
-  """Location of the row for messages: file and line, or dataset and index."""
+  """Location of the row, for error messages: file and line, or dataset and index."""
   fields: Mapping[str, Json]
 
 

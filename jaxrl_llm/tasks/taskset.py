@@ -99,7 +99,9 @@ class TasksetConfig:
   """
   split: Literal['all', 'train', 'eval'] = 'all'
   holdout: float = 0.0
-  """Fraction of the prompts that form the split 'eval', in [0, 1). The others form 'train'."""
+  """Fraction of the prompts that form the split 'eval', in [0, 1). The other prompts form the split
+  'train'.
+  """
   on_corrupt: Literal['fail', 'skip'] = 'fail'
   processors: tuple[TaskProcessorConfig, ...] = ()
   """Processors that drop tasks from the loaded taskset. They run in this order."""

@@ -72,7 +72,7 @@ _FILES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-  """Tokenizer of a run: the directory of an existing tokenizer, or how to build a new one."""
+  """Tokenizer of a run: the directory of an existing tokenizer, or the settings for a new one."""
 
   path: str | None = None
   """Directory of an existing tokenizer; the other fields are then ignored. If None, a tokenizer is
@@ -426,8 +426,8 @@ def _write(table: tokenizers.Tokenizer, directory: pathlib.Path, template: Templ
 
 
 def _read_files(path: pathlib.Path) -> dict[str, bytes]:
-  """Returns the contents of a tokenizer's files, keyed by name. Raises UserError if one is not a
-  regular file or not valid JSON.
+  """Returns the contents of a tokenizer's files, keyed by name. Raises UserError if a file is not a
+  regular file, or if a .json file does not contain a JSON object.
   """
   files = {}
   try:

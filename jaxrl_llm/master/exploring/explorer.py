@@ -6,8 +6,8 @@ its groups to batches and changes its samples in the store. It therefore also ke
 these actions share and that a resumed run needs.
 
 Invariant: every trajectory is recorded in the store when its group starts (its first step is
-issued), and its further steps when they arrive. Each of these samples ends either admitted to a
-batch or dropped with a reason. The content of a batch depends on which groups started and how they
+issued), and its further steps when they arrive. Each of these samples is finally admitted to a
+batch, or dropped with a reason. The content of a batch depends on which groups started and how they
 were scored, but, with the batch policy 'in_order', not on which of them finished first.
 
 If the gate's bound is above 0, groups may be in progress when the run commits, and the committed
@@ -62,8 +62,8 @@ from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
 
 SPLIT = 'split_trajectories'
-"""Name of the counter of a batch's trajectories that have several steps. The counter is absent if
-`max_steps` is 1.
+"""Name of the counter that holds the number of trajectories with several steps in a batch. The
+counter is absent if `max_steps` is 1.
 """
 _MAX_FAILURES = 60
 """Number of consecutive failures to read the inbox after which the run ends."""
@@ -204,7 +204,8 @@ class Explorer:
       unfinished_groups = {group.name for group in self._groups.all} | self._returned
       if self._awaiting is not None:
         unfinished_groups |= self._awaiting.kept(self._config.stage)
-      # Of the samples of earlier attempts, only partial and awaiting ones can be unfinished.
+      # Samples of earlier attempts (starts of the run) can be unfinished only if they are partial
+      # or wait for delayed rewards.
       live = [
         entry
         for entry in self._store.live()

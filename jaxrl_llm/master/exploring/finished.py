@@ -36,7 +36,7 @@ class FinishedGroup:
   lineage: list[tuple[str, str, Json]]
   """(uid, processor name, change) for each change to a sample, in the order of the changes."""
   counts: dict[str, int]
-  """Numbers of samples before and after each processor, as in `processors.Processed`."""
+  """Number of samples before and after each processor: `<processor>/in` and `<processor>/out`."""
   scorer_failed: bool
   """Whether a scorer that is configured to drop the group on failure has failed."""
 

@@ -30,9 +30,9 @@ class Gate:
         group and the weights that the group updates.
       groups_per_batch: number of groups in each batch.
       ahead: number of batches after the current one for which groups may start, at most `bound`. It
-        replaces `bound` in the limit on started groups. A value below `bound` lets a group join a
-        later batch than its place in the order of start suggests, without exceeding the bound. If
-        None, it is `bound`.
+        replaces `bound` in the limit on started groups. With a value below `bound`, batches may
+        pass over a group in favour of newer groups without making it too old. If None, it is
+        `bound`.
       batches: number of batches in the stage. If None, the number is unlimited.
       spare: number of groups that may be started in addition to those that the batches need. The
         caller parks the groups that the current batch turns out not to need.
@@ -124,8 +124,8 @@ class Gate:
     self._started -= groups
 
   def unpark(self, groups: int) -> None:
-    """Records that `groups` of the groups that `admit` has counted as started are parked groups
-    that continue, not new ones.
+    """Records that `groups` of the admitted groups are parked groups that continue. They no longer
+    count as parked, and they are not counted as started a second time.
     """
     self._started -= groups
     self._parked -= groups

@@ -110,8 +110,8 @@ SampleFunction = Callable[[Request], AsyncIterator[tuple[int, Completion]]]
 
 
 class GroupCut(Exception):
-  """Raised when a later iteration must continue a group, because an unfinished sample has used up
-  its token budget for this iteration, or because the batch is full.
+  """Raised when a later iteration (batch) must continue a group, because an unfinished sample has
+  used up its token budget for this iteration, or because the batch is full.
 
   Attributes:
     spans: tokens that each sample generated in this iteration, keyed by sample index; empty if they
@@ -214,7 +214,13 @@ class PartialGroup:
     name: str,
     spans: Sequence[Sequence[Span]],
   ):
-    """For `sample`, see `PartialGenerator`; for the other arguments, `PartialGenerator.collect`."""
+    """
+    Args:
+      sample: yields the completions of a request that the engine generates, with their indices.
+      config: token budget of a sample per iteration, and maximum number of its spans.
+      name: id of the group.
+      spans: spans of earlier iterations, for each sample in order of index.
+    """
     self._sample, self._name = sample, name
     self._stored = [by_request(of_sample) for of_sample in spans]
     """Completions of earlier iterations, keyed by the digest of the request, for each sample."""
@@ -248,7 +254,9 @@ class PartialGroup:
     self._ended.cancel()
 
   def covers(self, request: Request) -> bool:
-    """Returns whether the request is for samples of the group. An explorer may send any index."""
+    """Returns whether the request is for samples of the group. This is checked because an explorer
+    may send any sample index.
+    """
     return request.first + request.samples <= len(self._new)
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
@@ -268,7 +276,9 @@ class PartialGroup:
         yield pending.pop(answer), answer.result()
 
   async def collect(self, rollouts: AsyncIterator[Rollout]) -> list[Rollout]:
-    """Runs the group for one iteration; see `PartialGenerator.collect`."""
+    """Runs the group for one iteration. Returns its trajectories in order of sample index. Raises
+    GroupCut if some trajectories are still missing at the end of the iteration.
+    """
     arrived: dict[int, Rollout] = {}
 
     async def gather() -> None:

@@ -43,7 +43,9 @@ class GroupOrder(NamedTuple):
   visit: int
   sampling: Sampling
   spans: Sequence[Sequence[Span]] = ()
-  """With partial rollouts, the spans of earlier iterations for each sample."""
+  """Spans (runs of tokens) that earlier batches generated for each sample, in order of sample
+  index. Empty without partial rollouts.
+  """
 
 
 class Judged(NamedTuple):
@@ -89,8 +91,8 @@ class GroupRunner:
     Args:
       partials: generator of the workflow's completions. Required with partial rollouts, and with
         `may_repeat`.
-      may_repeat: whether the workflow of a group may be run again from its beginning, because the
-        explorer that runs it is lost.
+      may_repeat: whether the workflow of a group may be run again from its beginning, which happens
+        if the explorer process that runs it is lost.
       take_tokens: takes the name of a group, and returns the number of tokens that were generated
         for the group since the last call. If None, tokens that no sample contains are not counted.
     """

@@ -52,7 +52,7 @@ class Scheduler(Protocol):
 
 
 class Immediate:
-  """Scheduler that starts every group that the gate admits. No group is ever parked."""
+  """Scheduler that starts every group that the gate admits. It never continues parked groups."""
 
   def begin_batch(self) -> None:
     pass

@@ -127,7 +127,9 @@ class StartedGroups:
   def __init__(self):
     self._groups: dict[int, StartedGroup] = {}
     self._started = 0
-    """Number of groups that the stage has started so far, including those that have left."""
+    """Number of groups that the stage has started so far, including groups that a batch has taken
+    or that were dropped.
+    """
 
   def __len__(self) -> int:
     return len(self._groups)

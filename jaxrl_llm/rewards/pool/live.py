@@ -64,7 +64,9 @@ def _is_list_of_addresses(value: Any) -> bool:
 
 
 class Partly(UserError):
-  """Only part of the file was applied; the rest was refused. The message names the applied part."""
+  """Raised if only a part of the file was applied and the rest was refused. The message names the
+  applied part.
+  """
 
 
 class LiveFile:

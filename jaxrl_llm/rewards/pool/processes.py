@@ -46,7 +46,7 @@ START_DEADLINE_S = 120.0
 to end. The limit is long enough for a busy machine.
 """
 _STOPPING = threading.Lock()
-"""Held while a pool is being stopped."""
+"""Lock that a thread holds while it stops a pool."""
 _TO_START = 'scorer workers to start (can their modules be imported?)'
 
 BATCH_DEADLINE_S = 1.0
@@ -105,7 +105,7 @@ class Workers:
     self._batches = 0
     """Number of batches of calls in flight."""
     self.clock = ProcessClock()
-    """Measures the time that the workers spend in each activity: 'score', 'idle' or 'start'."""
+    """Clock of the time that the workers spend in each activity: 'score', 'idle' or 'start'."""
     self._changing = asyncio.Lock()
     self._breaks_in_a_row = 0
     self._pool: pebble.ProcessPool | None = None
@@ -379,8 +379,8 @@ def _stop(pool: pebble.ProcessPool, answers_s: float) -> None:
     with contextlib.suppress(TimeoutError):
       pool.join(answers_s)
       return
-  # A start that was given up stops the pool in a thread, perhaps while the pool is closed. In two
-  # threads at once, pebble would close a descriptor twice.
+  # If the start of a pool was given up (see `_started`), a thread stops the pool, perhaps while
+  # `close` also stops it. Without the lock, pebble would close a file descriptor twice.
   with _STOPPING:
     pool.stop()
     pool.join()  # Wait 'scorers_stop': bounded by the caller.

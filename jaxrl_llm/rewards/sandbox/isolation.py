@@ -26,9 +26,10 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rewards.sandbox.inside.channel import Channel, ChannelClosed
 
 Isolation = Literal['auto', 'namespaces', 'bubblewrap', 'none']
-"""How programs are isolated. auto: with namespaces if the kernel permits them, else with
-bubblewrap; if neither works, NoIsolation is raised. none: programs have resource limits, but are
-not isolated.
+"""Kind of isolation of programs. namespaces: with Linux namespaces. bubblewrap: with the command
+`bwrap`. auto: with namespaces if the kernel permits them, else with bubblewrap. none: programs have
+resource limits, but are not isolated. If the kind does not work on this machine, NoIsolation is
+raised.
 """
 
 START_S = 30.0
@@ -47,10 +48,10 @@ _ENVIRONMENT = {
 
 
 class NoIsolation(UserError):
-  """This machine cannot isolate programs as requested.
+  """Raised if this machine cannot isolate programs as requested.
 
   Attributes:
-    reasons: why each kind of isolation failed.
+    reasons: reason why each kind of isolation failed, as one line of text.
   """
 
   reasons = ''
@@ -130,7 +131,7 @@ class Zygote:
   """Starts sandboxes by forking one process, the zygote, which has already loaded Python.
 
   Attributes:
-    kind: how programs are isolated: 'namespaces' or 'none'.
+    kind: kind of isolation of programs: 'namespaces' or 'none'.
   """
 
   def __init__(self, *, tmp_bytes: int, isolated: bool, preload: Preload = NOTHING):

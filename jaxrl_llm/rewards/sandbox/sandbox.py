@@ -43,7 +43,7 @@ reserved for running the checker on expected outputs if it has failed.
 
 
 class SandboxError(RuntimeError):
-  """The sandbox itself failed, as opposed to the program in it."""
+  """Raised if the sandbox itself failed, rather than the program in it."""
 
 
 class Ending(enum.StrEnum):
@@ -121,7 +121,7 @@ class ProgramOutcome:
   passed: int
   total: int
   isolation: str
-  """How the program was isolated: 'namespaces', 'bubblewrap' or 'none'."""
+  """Kind of isolation that the program had: 'namespaces', 'bubblewrap' or 'none'."""
   detail: str = ''
   """Details of the ending: the exception, exit code or signal, or the first test that failed."""
   seconds: float = 0.0
@@ -219,7 +219,7 @@ class Sandboxes:
 
   Args:
     limits: limits of each program.
-    isolation: how programs are isolated.
+    isolation: kind of isolation of programs; see `Isolation`.
     waiting: number of sandboxes kept ready.
     preload: libraries available to programs.
 
@@ -335,9 +335,9 @@ class Sandboxes:
   def _ask_checker(
     self, checker: str, questions: Sequence[dict[str, str]], stop: Stop | None
   ) -> list[tuple[float | None, str]]:
-    """Returns the checker's credit for each question and how the checker ended. The credit is None
-    if the checker failed. Questions after the one at which the checker ran out of time are left
-    out.
+    """Returns (credit, description of the checker's ending) for each question, a dict with an
+    output to judge. The credit is None if the checker failed. If the checker runs out of time at a
+    question, the questions after it are left out.
     """
     limits = self._limits.shortened(_CHECKING)
     replies: list[tuple[float | None, str]] = []

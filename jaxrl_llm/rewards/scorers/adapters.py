@@ -375,7 +375,7 @@ def trl_verdicts(
     value = (
       None if reward is None else _number(reward, f'reward {index} of what the function returned')
     )
-    if value is None or math.isnan(value):  # TRL uses both for "no reward".
+    if value is None or math.isnan(value):  # In TRL, both None and NaN mean "no reward".
       verdicts.append(Verdict(value=None, evidence={**_none_said().evidence, **evidence}))
     else:
       verdicts.append(Verdict(value=value, parts=metrics, evidence=evidence))
@@ -383,7 +383,7 @@ def trl_verdicts(
 
 
 def score_trl(attempt: Attempt, *, function: UserFunction, options: TrlOptions) -> Verdict:
-  """Scores one completion by calling the function on a batch of one."""
+  """Scores one completion by calling the function on a batch that contains only this completion."""
   (verdict,) = trl_verdicts((attempt,), function, options)
   return verdict
 

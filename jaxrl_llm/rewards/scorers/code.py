@@ -41,7 +41,7 @@ class CodeOptions(DiscoveringOptions):
   the programs run on this machine, unless `discover` is set.
   """
   isolation: Isolation = 'auto'
-  """Isolation of programs that run on this machine."""
+  """Kind of isolation of programs that run on this machine."""
   libraries: tuple[Library, ...] = ()
   """Libraries that programs may import besides the standard library. They are loaded before a
   program starts, and must be installed where the programs run.

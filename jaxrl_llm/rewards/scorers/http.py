@@ -32,11 +32,11 @@ class EndpointOptions(DiscoveringOptions):
   """Options of the scorer. The addresses are complete URLs, such as `http://host:port/path`."""
 
   steps: Literal['last', 'mean', 'min', 'product', 'sum', 'turns', 'turn_differences'] | None = None
-  """How the values of steps in the responses (`step_values`) become the reward. last, mean, min,
-  product, sum: the attempt's value is this function of them; turns: the value of step k is the
-  reward of the policy's turn k; turn_differences: the value of step k minus the value of step k - 1
-  is the reward of turn k. With turns and turn_differences, requests also contain `transcript`, the
-  messages of the conversation. If None, the response's `value` is used instead.
+  """Use of the values of steps in the responses (`step_values`). last, mean, min, product, sum: the
+  attempt's value is this function of the step values; turns: the value of step k is the reward of
+  the policy's turn k; turn_differences: the value of step k minus the value of step k - 1 is the
+  reward of turn k. With turns and turn_differences, requests also contain `transcript`, the
+  messages of the conversation. If None, the attempt's value is the response's `value`.
   """
 
 

@@ -232,7 +232,7 @@ class Candidate:
 
   def _awaited(self, awaitable: Any) -> Any:
     """Runs the awaitable in this process's only event loop and returns its result."""
-    import asyncio  # Imported late: few programs need it.
+    import asyncio  # Imported late, because few programs need it.
 
     async def wait() -> Any:
       return await awaitable

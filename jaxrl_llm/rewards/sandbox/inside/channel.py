@@ -13,7 +13,7 @@ MAX_MESSAGE = 256 << 20
 
 
 class ChannelClosed(Exception):
-  """The other end has closed the channel or sent an invalid message."""
+  """Raised if the other end has closed the channel or sent an invalid message."""
 
 
 class Channel:

@@ -125,7 +125,7 @@ class ProgramConnection(Protocol):
 
 
 class OperationRefused(TypeError):
-  """The tests use an object of the program in a way that only plain values permit."""
+  """Raised if the tests use an object of the program in a way that only plain values permit."""
 
 
 class Remote:
@@ -322,7 +322,8 @@ def _agree(remote: Remote, count: Any) -> None:
 def _counted(remote: Remote, items: Iterator[Any]) -> Iterator[Any]:
   for count in itertools.count():
     try:
-      item = next(items)  # Not `for`, which requires that iterators have `__iter__`.
+      # A `for` loop would require that the iterator has `__iter__`.
+      item = next(items)
     except StopIteration:
       return _agree(remote, count)
     yield item

@@ -479,7 +479,7 @@ def _exit_code(work: Callable[[], Any]) -> int:
       if stream is not None and not getattr(stream, 'closed', False):
         stream.flush()
     except BaseException:  # The stream may be the program's own object, which can raise anything.
-      code = 120  # The code that Python uses in this case.
+      code = 120  # Python's exit code if it cannot flush a stream.
   _flush_files()
   return code & 0xFF
 

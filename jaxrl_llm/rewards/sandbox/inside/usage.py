@@ -92,7 +92,7 @@ class Usage:
     return sum(max(0.0, look.thread_waited_s - (run_s - look.thread_used_s)) for look in longest)
 
   def is_starved(self, wall_s: float) -> bool:
-    """Returns whether a program reached its wall-clock limit because other processes had the
+    """Returns whether a program reached its wall-clock limit because other processes used the
     processors.
     """
     waited_s = self._waited_before_s + self._waited_s()

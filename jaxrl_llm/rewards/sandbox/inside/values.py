@@ -152,7 +152,7 @@ def _numpy_value(kind: str, shape: list[Any], items: list[Any], *, scalar: bool)
 
 
 class Undecodable(Exception):
-  """A message that cannot be decoded."""
+  """Raised for a message that cannot be decoded."""
 
 
 def encode(value: Any, refer: Callable[[Any], dict[str, Any]]) -> Any:

@@ -246,8 +246,8 @@ def _values_agree(truth: str, answer: str) -> bool | None:
     return False
   if formulas[0].bases and not formulas[1].bases:
     return True
-  # A formula that cannot be evaluated within the bounds equals nothing. math-verify must not
-  # evaluate it.
+  # If a formula cannot be evaluated, `formulas_equal` returns None, and the values count as
+  # different. The decision is not left to math-verify, which would evaluate them without limits.
   return bool(formulas_equal(*formulas, seed=truth + '|' + answer))
 
 

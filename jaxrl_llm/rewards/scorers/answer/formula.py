@@ -19,7 +19,7 @@ MAX_NODES = 1_000
 
 
 class Unreadable(ValueError):
-  """The text is not a formula that this module can parse."""
+  """Raised if a text is not a formula that this module can parse."""
 
 
 class Node(NamedTuple):

@@ -17,9 +17,9 @@ from jaxrl_llm.rewards.scorers.answer.numbers import Number, numbers_agree, plai
 
 Units = Literal['refused', 'ignored', 'stated', 'required']
 """Treatment of words and units after a number. refused: a number followed by text cannot be read;
-ignored: words and units do not count; stated: if both sides state a unit, the units must agree,
-after conversion if they are known; required: like stated, but the answer must have a unit if the
-truth has one.
+ignored: words and units do not count; stated: if both the answer and the truth state a unit, the
+units must agree, after conversion if they are known; required: like stated, but the answer must
+have a unit if the truth has one.
 """
 
 

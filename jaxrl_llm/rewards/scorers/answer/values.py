@@ -38,7 +38,9 @@ def as_float(value: Any) -> Any:
 
 
 class Undefined(ArithmeticError):
-  """The formula has no value at this point, or a number in its evaluation exceeds `MAX_BITS`."""
+  """Raised if a formula has no value at a point, or if a number in its evaluation exceeds
+  `MAX_BITS`.
+  """
 
 
 class _Evaluation:
@@ -278,7 +280,12 @@ class Value(NamedTuple):
 def evaluate(
   formula: Formula, symbols: Mapping[str, Fraction], *, log_base: int | None = None
 ) -> Value:
-  """Evaluates a formula at a point. Raises Undefined if it has no value there."""
+  """Evaluates a formula at a point. Raises Undefined if the formula has no value at this point.
+
+  Args:
+    symbols: the point: value of each symbol in the formula, keyed by name.
+    log_base: base of logarithms that state no base; None for e.
+  """
   import mpmath
 
   digits = DIGITS

@@ -102,7 +102,7 @@ def rubric_form(rubric: Rubric) -> str:
 
 
 class Incomplete(Malformed):
-  """The judge's answer lacks scores for some criteria.
+  """Raised if a judge's answer lacks scores for some criteria.
 
   Attributes:
     answer: scores and reasoning that the answer does contain, in the form that `read_scores`

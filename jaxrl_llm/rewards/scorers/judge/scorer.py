@@ -60,9 +60,9 @@ class JudgeOptions(DiscoveringOptions):
   model: str
   """Model name on the server."""
   mode: Literal['score', 'rubric', 'pairwise'] = 'score'
-  """How the judge assesses answers. score: it gives each answer a number; rubric: it gives each
-  answer a number for each of several criteria; pairwise: it decides which of two answers of a group
-  is better.
+  """Way in which the judge assesses answers. score: the judge gives each answer a number; rubric:
+  the judge gives each answer a number for each of several criteria; pairwise: the judge decides
+  which of two answers of a group is better.
   """
   criteria: tuple[Criterion, ...] = ()
   """Criteria for mode `rubric`. An answer's value is the weighted mean of its scores, but not less

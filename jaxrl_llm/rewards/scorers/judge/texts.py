@@ -179,7 +179,8 @@ def read_answer(text: str, wanted: str) -> dict[str, Json]:
   The message of the exception is meant for the judge.
   """
   text = text[:_MAX_TEXT].lstrip()
-  if text.startswith('<think>'):  # A later tag may be a quotation after the verdict.
+  # Tags further inside the text are ignored, because they may be quotations after the verdict.
+  if text.startswith('<think>'):
     text = text.partition('</think>')[2]
   # Repeated names are rejected, because plain JSON decoding would ignore all but the last value.
   decoder = json.JSONDecoder(object_pairs_hook=_unique)

@@ -1,8 +1,8 @@
 """Sandboxes for reasoning-gym verifiers that evaluate text as code.
 
-Invariants: only verifiers that are known not to evaluate text run outside a sandbox. All others,
-even unknown ones, run inside one. Each answer gets its own sandbox, in which the libraries
-are already loaded. An answer therefore cannot change the verdict on another answer.
+Invariants: only verifiers that are known not to evaluate text run outside a sandbox. All other
+verifiers, even unknown ones, run in a sandbox. Each answer gets its own sandbox, in which the
+libraries are already loaded. An answer therefore cannot change the verdict on another answer.
 """
 
 from __future__ import annotations
