@@ -33,7 +33,7 @@ _SHARE = 0.9
 
 
 class Interrupted(RunError):
-  """A run that was being stopped could not commit, because it lost another process."""
+  """Raised when a run that is being stopped cannot commit, because it has lost another process."""
 
   def __init__(self, signum: int, message: str):
     super().__init__(message)

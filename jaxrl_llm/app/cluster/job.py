@@ -150,20 +150,22 @@ class Launcher:
   field is also a command-line flag of the launcher.
   """
   text: Callable[[Job, Any], str]
-  """Returns the text that describes a job to the system. It is a pure function, so that users can
-  read, keep and compare the texts.
+  """Function that returns the text that describes a job to the system. The function is pure, so
+  that users can read, keep and compare the texts.
   """
   submit: Callable[[str, Job, Any], str]
-  """Submits the text of a job and returns the job's id. Raises UserError if the system refuses."""
+  """Function that submits the text of a job and returns the job's id. Raises UserError if the
+  system refuses the job.
+  """
   status: Callable[[str, Any], str]
-  """Returns one line about the job with the given id, such as "RUNNING since …". Raises UserError
-  if the system does not know the id.
+  """Function that returns one line about the job with the given id, such as "RUNNING since …".
+  Raises UserError if the system does not know the id.
   """
   logs: Callable[[str, Any], None]
-  """Prints what the processes of the job with the given id have written so far."""
+  """Function that prints what the processes of the job with the given id have written so far."""
   cancel: Callable[[str, Any], None]
-  """Ends the job with the given id. Its processes get SIGTERM. The trainer then writes a commit
-  (checkpoint) before it ends.
+  """Function that ends the job with the given id. The job's processes get SIGTERM. The trainer then
+  writes a commit (checkpoint) before it ends.
   """
   one_machine: bool = False
   """Whether all processes run on this machine, so that services can listen on unix sockets."""

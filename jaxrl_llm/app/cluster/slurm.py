@@ -306,8 +306,8 @@ def _node(job: Job, options: SlurmOptions) -> list[str]:
 def _steps(job: Job, options: SlurmOptions) -> str:
   """Returns shell lines that start the job step of each group in the background.
 
-  They store the process id of the trainer's srun in the shell variable `trainer`, and those of the
-  other groups in the array `services`.
+  The lines store the process id of the trainer's srun in the shell variable `trainer`, and the
+  process ids of the services' sruns in the array `services`.
   """
   lines, first = ['services=()'], 0
   for group in job.groups:
@@ -391,14 +391,14 @@ def status(job_id: str, options: SlurmOptions) -> str:
   """Returns a line with a job's state in Slurm, the reason for this state or the job's exit code,
   its run time and its nodes.
 
-  For a job array, the line lists these for each element.
+  For a job array, the line contains these facts for each element of the array.
   """
   return '; '.join(_states(job_id))
 
 
 def _states(job_id: str) -> list[str]:
-  """Returns the line that `status` describes for a job, or one such line for each element of a job
-  array.
+  """Returns a line with the state of a job, in the form that `status` describes. For a job array,
+  returns one such line for each element.
   """
   _check_id(job_id)
   command = ['squeue', '--noheader', '--states=all', f'--jobs={job_id}', '--array']
@@ -473,8 +473,8 @@ def _call(command: Sequence[str], stdin: str = '') -> str:
   """Runs a command and returns its standard output.
 
   Raises:
-    UserError: if the command is missing, takes too long or fails. The message of a failure is what
-      the command has printed.
+    UserError: if the command is missing, takes too long or fails. If the command fails, the message
+      consists of the text that the command has printed.
   """
   _require(command[0])
   try:

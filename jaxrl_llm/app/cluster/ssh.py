@@ -3,10 +3,10 @@
 The script runs on any machine that can log in to all hosts by ssh without a password. It copies the
 job's files, and a script for each process, to `Job.workdir` on the hosts. The copies have mode
 0600, and their contents travel over the connection, so that no command line shows them. The script
-then starts the processes and supervises them until they end. `ssh_launcher.sh` describes what it
-does when a process ends, and with which code it exits. On its host, each process is started and
-watched by the script `ssh_process.sh`. Every host needs setsid, timeout and mktemp (from util-linux
-and coreutils), and a POSIX shell as login shell.
+then starts the processes and supervises them until they end. The file `ssh_launcher.sh` describes
+how the script reacts when a process ends, and with which code the script exits. On its host, each
+process is started and watched by the script `ssh_process.sh`. Every host needs setsid, timeout and
+mktemp (from util-linux and coreutils), and a POSIX shell as login shell.
 
 Each process writes its output to `logs/GROUP-NUMBER.log` in the run directory. If the job
 runs in the background, the script's own output is in `logs/launcher.log`. The file

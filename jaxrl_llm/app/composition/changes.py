@@ -46,8 +46,8 @@ MAY_CHANGE = (
   ),
   'learner.mesh',
   'phases',
-  # The directory may change, but must contain the same model. `TrainerRewardModel.check` ensures
-  # this.
+  # The directory of the reward model may change, but must contain the same model, which
+  # `TrainerRewardModel.check` ensures.
   *('reward_model.init_from', 'reward_model.max_rounds'),
   *('rewards.workers', 'rewards.scorers.*.options.cache_file'),
   *('rollout.explorers', 'rollout.mismatch', 'rollout.collect_deadline_s'),

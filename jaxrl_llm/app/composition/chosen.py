@@ -57,8 +57,10 @@ def settle(
 
 def kept_choices(config: Config, run: pathlib.Path) -> Config:
   """Returns the configuration with the values that a run without commits has chosen for 'auto'
-  fields, if the run has the same configuration otherwise; else returns it unchanged. Thus, if the
-  process was killed before the first commit, the next start makes the same choices.
+  fields. If the run's configuration differs in other fields, returns `config` unchanged.
+
+  If the process was killed before the first commit, the next start therefore makes the same
+  choices.
   """
   filled = with_recorded(config, run)
   return filled if check_configuration(run, filled) == () else config

@@ -11,7 +11,7 @@ from jaxrl_llm.core.errors import UserError
 
 
 class WorkdirInUse(UserError):
-  """Another live process is using this run directory."""
+  """Raised when another live process uses the run directory."""
 
 
 def lock(path: pathlib.Path, *, named: pathlib.Path) -> TextIO:

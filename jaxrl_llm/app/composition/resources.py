@@ -112,8 +112,8 @@ def open_resources(setup: Setup, prepared: Prepared, committed: Any) -> Resource
 
 
 def _open_shared(setup: Setup, prepared: Prepared, store: ReplayStore, step: int) -> None:
-  """Writes the opening of this start of the run, such as the step at which it continues. Another
-  run, which trains on the rollouts of this run, reads the opening.
+  """Writes the opening of this start of the run (`Opening`), which contains the step at which the
+  run continues. Another run, which trains on the rollouts of this run, reads the opening.
 
   Does nothing if no stage generates rollouts for another run.
   """

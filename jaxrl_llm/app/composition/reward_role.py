@@ -27,7 +27,7 @@ from jaxrl_llm.weights.hf import read_spec
 _END_BYTES = 1 << 20
 """Number of bytes at the end of each file that the fingerprint of a model covers."""
 _FINGERPRINTED = ('config.json', 'tokenizer*', 'chat_template*', '*.safetensors')
-"""Patterns of the files that the fingerprint covers."""
+"""Patterns of the files of a model that its fingerprint covers (`RewardModelFiles.fingerprint`)."""
 _SEQUENCES_PER_RANK = 64
 """Number of sequences per data-parallel rank in a forward pass, unless `sequences_per_pass` is
 set.

@@ -40,7 +40,7 @@ def with_sources(saved: Any) -> Any:
 
 def _with_source(stage: Any) -> Any:
   """Adds a `source` to a saved stage that has none. The stage's former fields move into the source.
-  Those that this kind of source does not have are dropped.
+  Former fields that this kind of source lacks are dropped.
   """
   if not isinstance(stage, dict) or 'source' in stage:
     return stage

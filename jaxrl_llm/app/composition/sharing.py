@@ -31,7 +31,9 @@ class Shares(NamedTuple):
   trainer: float
   """Share that XLA reserves when it starts; 0 if it allocates memory on demand."""
   servers: int
-  """Number of the run's own servers on the GPU of the trainer that most of them share."""
+  """Number of the run's own servers on one GPU of the trainer. If the numbers on the GPUs differ,
+  this is the largest one.
+  """
   each: float
   """Share that each server reserves."""
 

@@ -226,8 +226,8 @@ def reward_params(setup: Setup) -> Params:
 
 
 def untrained_reward_params(setup: Setup, policy: Params) -> Params:
-  """Returns parameters for the reward model before a stage of the run has trained it: those of the
-  policy with a new head. They share no buffers with `policy`.
+  """Returns parameters for the reward model before a stage of the run has trained it: the policy's
+  parameters with a new head. They share no buffers with `policy`.
   """
   role, chosen = setup.reward_model, setup.config.reward_model
   params = _with_head_of(role.model, setup.config, setup.process.mesh, policy)
@@ -270,8 +270,8 @@ def begin_stage(
   reference if the algorithm keeps one.
 
   The optimizer state is new, but if the stage sets `keep_optimizer`, it contains the moments of the
-  previous stage's optimizer. The head is new if the stage trains a reward model and the weights are
-  those of a policy.
+  previous stage's optimizer. The head is new if the stage trains a reward model and `state` has the
+  weights of a policy.
 
   Args:
     state: state at the end of the previous stage, or as returned by `starting_state`.
@@ -383,8 +383,8 @@ def base_digest(base: Params, mesh: Mesh) -> str:
   whole = flatten(base)
   hashers = {name: xxhash.xxh3_128() for name in sorted(whole)}
   for name, array in Gatherer(mesh).leaves(base):
-    # The layers of a stack arrive one at a time, in order. Together, their bytes are those of the
-    # stack.
+    # The layers of a stack arrive one at a time, in order. Together, their bytes equal the bytes of
+    # the stack.
     hasher = hashers[name if name in whole else stacked_name(name)]
     hasher.update(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
   digests = xxhash.xxh3_128()

@@ -141,8 +141,8 @@ class Workdir:
       commit: step of the commit from which the run continues; 0 if there is none.
       attempt: number of this start of the run.
       machine: numbers of devices and processes of this start, as in `history.Entry`.
-      committed_by: the same numbers for the start that made the commit, in case the history lacks
-        them.
+      committed_by: numbers of devices and processes of the start that made the commit. They are
+        used if the history lacks these numbers.
     """
     recorded = history.read(self.path)
     entries = history.until(recorded, commit) if commit else ()
@@ -259,7 +259,7 @@ def configuration_at(path: pathlib.Path, commit: int) -> Mapping[str, Any]:
 
 
 class Unchangeable(UserError):
-  """The configuration has changed in a way that prevents the run from being resumed."""
+  """Raised when the configuration has changed in a way that prevents the run from being resumed."""
 
 
 def _refusal(

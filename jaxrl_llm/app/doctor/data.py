@@ -82,7 +82,7 @@ class Data:
 
   @property
   def used(self) -> list[str]:
-    """Names of the tasksets that stages train on, and of those whose tasks the policy attempts."""
+    """Names of the tasksets that stages train on or whose tasks the policy attempts, sorted."""
     names = {name for stage in self.config.stages for name in trained_tasksets(stage)}
     return sorted((names | scored_tasksets(self.config)) & self.tasksets.keys())
 

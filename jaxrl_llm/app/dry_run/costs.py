@@ -71,7 +71,7 @@ def _cost(stage: Stage, model: Model, mesh: Mesh, rates: Chip) -> Cost:
   head = 2 * head_size(spec) * spec.hidden_size * tokens
   recomputed = {
     'none': 0,
-    'dots': forward(pairs) - forward(0),  # Only the matrix products of attention.
+    'dots': forward(pairs) - forward(0),  # Recomputes only the matrix products of attention.
     'full': forward(pairs) - head,
     'offload': forward(pairs) - head,
   }[options.remat]

@@ -44,8 +44,9 @@ _ARGUMENTS = {
   'critic update': ('critic', 'critic optimizer', 'gradients'),
   'values': ('critic', 'gradients'),
 }
-"""Roles whose memory is not added to that of a program, keyed by program. They are arguments or
-temporaries of the program, or do not exist while it runs. Every other role takes additional memory.
+"""Roles whose memory is not added to the memory of a program, keyed by program. These roles are
+arguments or temporaries of the program, or do not exist while it runs. Every other role takes
+additional memory.
 """
 
 

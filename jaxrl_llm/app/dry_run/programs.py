@@ -47,10 +47,10 @@ class Held(NamedTuple):
   whole: int
   """Total size of the role's arrays in bytes, counting replicated data once."""
   per_device: int
-  """Bytes of these arrays on each device, including replicas."""
+  """Bytes of the role's arrays on each device, including replicas."""
   offloaded: int
-  """Bytes of these arrays in host memory per device, including replicas. They do not use device
-  memory.
+  """Bytes of the role's arrays in host memory per device, including replicas. These arrays use no
+  device memory.
   """
 
 

@@ -21,7 +21,7 @@ from jaxrl_llm.core.types import Json
 
 
 class Unreadable(ValueError):
-  """The value cannot be translated. The message is "wanted …" or another reason."""
+  """Raised when a value cannot be translated. The message is "wanted …" or another reason."""
 
 
 @dataclasses.dataclass(frozen=True)

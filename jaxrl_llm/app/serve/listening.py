@@ -23,7 +23,7 @@ from jaxrl_llm.core.net.token_server import FrontConfig
 
 
 def define_listening(values: flags.FlagValues) -> None:
-  """Registers the flags that determine where a service listens and whom it admits, and the flags of
+  """Defines the flags that determine where a service listens and whom it admits, and the flags of
   `define_registering`.
   """
   flags.DEFINE_string(
@@ -51,7 +51,7 @@ def define_listening(values: flags.FlagValues) -> None:
 
 
 def define_registering(values: flags.FlagValues) -> None:
-  """Registers the flags of services that register in a registry."""
+  """Defines the flags with which a service registers in a registry."""
   flags.DEFINE_string(
     'registry',
     None,

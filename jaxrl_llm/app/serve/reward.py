@@ -83,8 +83,8 @@ MAX_STEPS = 64
 includes the remaining text. A transcript with more steps is refused.
 """
 _CHARACTERS = 256
-"""Length in characters assumed for the longest token of a vocabulary. A text longer than this times
-the maximum number of tokens cannot fit.
+"""Length in characters assumed for the longest token of a vocabulary. A text that has more than
+this number of characters for each permitted token is certainly too long.
 """
 PATHS = ('/', '/score')
 ROUTES = (('GET', '/health'), *(('POST', path) for path in PATHS))

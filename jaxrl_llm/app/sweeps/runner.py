@@ -41,7 +41,7 @@ _JOB_VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_I
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-  """How trials share this machine."""
+  """Settings that determine how the trials of a sweep share this machine."""
 
   parallel: int = 1
   """Number of trials that run at the same time."""

@@ -117,7 +117,7 @@ class BaseRun:
   base: str
   """Configuration of the run: a file or a shipped name, with an optional :VARIANT."""
   overrides: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-  """Overrides of this configuration, keyed by dotted key."""
+  """Overrides of the configuration `base`, keyed by dotted key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
