@@ -21,8 +21,8 @@ def get_config(task: str = '') -> Config:
   ppo = dataclasses.replace(
     grpo,
     name='ppo',
-    # For 120 batches, only the critic is trained. The share of the returns' variance that it
-    # explains rises during this time, and falls later, as the policy's mistakes become rare.
+    # For 120 batches, only the critic is trained. The share of the returns' variance that the
+    # critic explains rises during this time, and falls later, as the policy's mistakes become rare.
     algorithm=AlgorithmConfig(name='ppo', options={'clip_ratio_high': 0.28, 'critic_warmup': 120}),
     steps=260,
     minibatches=4,

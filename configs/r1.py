@@ -95,9 +95,9 @@ def get_config(variant: str = '') -> Config:
     dataclasses.replace(
       grpo,
       name='all_rewards',
-      # The reward model also ranks wrong answers. In a group without a right answer, its small
-      # scores would count as much as a right answer if they were divided by their standard
-      # deviation.
+      # The reward model also ranks wrong answers. In a group without a right answer, the small
+      # scores of the reward model would count as much as a right answer if they were divided by
+      # their standard deviation.
       algorithm=dataclasses.replace(
         grpo.algorithm, options={**grpo.algorithm.options, 'norm_adv_by_std': False}
       ),

@@ -26,7 +26,7 @@ RECIPES = {
   #   --rollout_servers=8 --rollout_gpus=1
   'v5e_64': 64,
 }
-"""Trainer devices of each variant, all of which shard the parameters."""
+"""Number of trainer devices, keyed by variant. The parameters are sharded over all of them."""
 
 
 def get_config(variant: str = 'one_host') -> Config:

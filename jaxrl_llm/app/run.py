@@ -176,8 +176,8 @@ class _SetUp(NamedTuple):
   """Results of process 0's set-up, before any work on the devices."""
 
   config: Config
-  """The configuration with values for the scorer options that it left open, and for the 'auto'
-  fields that need no memory plan.
+  """The configuration with values for its open scorer options, and for the 'auto' fields that need
+  no memory plan.
   """
   prepared: Prepared
   registry: Registry | None
@@ -467,8 +467,8 @@ def _announce(entry: history.Entry, step: int, events: Events) -> None:
 
 
 def _not_exact(machine: dict[str, Any]) -> str:
-  """Returns a note on why the results of a resumed run may differ from those of an uninterrupted
-  run; empty if this machine matches the one that made the commit.
+  """Returns a note on why the results of a resumed run may differ from the results of an
+  uninterrupted run. The note is empty if this machine matches the machine that made the commit.
 
   Args:
     machine: fingerprint of the machine that made the commit.

@@ -170,11 +170,11 @@ class LearnerConfig:
   (`memory_bytes`).
   """
   memory_bytes: int | None = None
-  """Memory of a device in bytes that the memory plan may use. The memory plan chooses the fastest
-  values that fit for those of `policy.remat`, `chunks_per_rank` and `optimizer.offload` that are
-  'auto'. If None, the plan may use the whole memory of the device, but no plan is made on CPUs and
-  for models of fewer than 50 million parameters. There, 'auto' means no rematerialization, 8
-  chunks, and moments on the devices.
+  """Memory of a device in bytes that the memory plan may use. The plan chooses the values of
+  `policy.remat`, `chunks_per_rank` and `optimizer.offload` where these are 'auto': the fastest
+  combination that fits. If None, the plan may use the whole memory of the device, but no plan is
+  made on CPUs and for models of fewer than 50 million parameters. There, 'auto' means no
+  rematerialization, 8 chunks, and moments on the devices.
   """
   share_prefixes: bool = True
   """Whether a prefix that several sequences of a group or pair have in common, such as their
@@ -182,8 +182,8 @@ class LearnerConfig:
   The option has an effect only if attention is 'masked' or 'blockwise' (see `policy.attention`).
   """
   logits_budget_bytes: int = 256 << 20
-  """Maximum size of the logits in bytes per rank. To stay below it, logits are computed for part of
-  the tokens at a time.
+  """Maximum size of the logits in bytes per rank. To stay below this size, logits are computed for
+  part of the tokens at a time.
   """
 
   def __post_init__(self):
@@ -644,6 +644,8 @@ def scored_tasksets(config: Config) -> set[str]:
 
 
 def trained_tasksets(stage: StageConfig) -> tuple[str, ...]:
-  """Returns the names of the tasksets that a stage trains on, including those of its experts."""
+  """Returns the names of the tasksets that a stage trains on, including the tasksets of its
+  experts.
+  """
   experts = stage.source.experts if isinstance(stage.source, Rollouts) else None
   return (*stage.source.tasksets, *(experts.tasksets if experts is not None else ()))

@@ -108,19 +108,19 @@ class Rollouts:
   group_size: int = 8
   """Number of samples in a group."""
   temperature: float = 1.0
-  """Sampling temperature. There is no top_p or top_k for training rollouts, since the trainer's
-  logprobs are those of the unfiltered distribution.
+  """Sampling temperature. There is no top_p or top_k for training rollouts, since the trainer
+  computes logprobs of the unfiltered distribution.
   """
   response_lengths: tuple[tuple[int, int], ...] = ()
   """Limits of the response length, as pairs (step of the stage, tokens), such as `((0, 8192), (500,
   16384))`. A pair applies to the groups that begin at its step or later, until the next pair
   applies. The first step is 0. No limit may exceed `rollout.max_response_length`. If the tuple is
-  empty, `rollout.max_response_length` is the limit of all groups. It is always the limit in
-  evaluations.
+  empty, `rollout.max_response_length` is the limit of all groups. In evaluations,
+  `rollout.max_response_length` is always the limit.
   """
   rewards: Mapping[str, float] | None = None
   """Weights of the scorers that judge the stage's rollouts, keyed by scorer name. Other scorers do
-  not judge them. If None, all scorers judge them with their configured weights.
+  not judge these rollouts. If None, all scorers judge the rollouts, with their configured weights.
   """
   limits: TaskLimits = TaskLimits()
   """Time limits for generating and scoring a group."""

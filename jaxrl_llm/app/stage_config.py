@@ -32,7 +32,7 @@ class CriticConfig:
   init_from: str | None = None
   """Initial weights of the critic: a reward model or critic, given as a directory, hub id or run
   directory. If None, the critic continues with the weights of the previous stage's critic. If that
-  stage has none, it starts with the weights of the policy and a new head.
+  stage has no critic, the critic starts with the weights of the policy and a new head.
   """
   optimizer: OptimizerConfig | None = None
   """Optimizer of the critic. If None, the policy's optimizer settings are used."""
@@ -84,7 +84,7 @@ class StageConfig:
   algorithm: AlgorithmConfig
   source: Source
   """Source of the batches: rollouts, demonstrations, examples, preference pairs, another run's
-  groups, stored rollouts selected by reward, or rollouts of a run that explores for this one.
+  groups, stored rollouts selected by reward, or rollouts of a run that explores for this run.
   """
   steps: int
   """Number of steps, each of which trains on one batch."""
@@ -103,7 +103,7 @@ class StageConfig:
   run began. If there are several names, the mean of these weights is used. If empty, the stage
   continues with the weights of the previous stage; but if the stage trains the policy and the
   previous stage trains a reward model, it continues with the newest weights of the policy. If a
-  stage that trains a reward model begins with weights of the policy, they get a new head.
+  stage that trains a reward model begins with weights of the policy, these weights get a new head.
   """
   keep_optimizer: bool = False
   """Whether the stage continues with the previous stage's optimizer state instead of a new one."""

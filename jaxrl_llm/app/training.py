@@ -43,7 +43,7 @@ class TrainResult:
   finished: bool
   """Whether the run finished. If an interrupt stopped it, the same call of `train` resumes it."""
   metrics: list[dict[str, Json]]
-  """Rows of metrics.jsonl, including those of earlier starts of the run."""
+  """Rows of metrics.jsonl, including rows of earlier starts of the run."""
 
   @property
   def model(self) -> pathlib.Path:

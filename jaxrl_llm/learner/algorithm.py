@@ -79,7 +79,7 @@ class ReferenceRule:
   """
   ema: float | None = None
   """Decay of an exponential moving average of the policy, which is updated after each batch. If
-  set, the reference is this average. If None, the reference is no average.
+  set, the reference is this average. If None, no average is computed.
   """
 
   def __post_init__(self):

@@ -145,7 +145,7 @@ def apply_update(
   unchanged.
 
   Call this function inside a jitted function. Offloaded moments are moved to the devices one
-  parameter at a time. The moments of a parameter are moved only after those of the previous
+  parameter at a time. The moments of a parameter are moved only after the moments of the previous
   parameter are back on the host, so that a device stores the moments of one parameter at a time. No
   moment is moved before `take` is known, because until then the activations need the memory.
 

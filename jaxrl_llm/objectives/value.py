@@ -38,7 +38,7 @@ def value_loss(
   plain = (values - returns) ** 2
   if cliprange_value is None:
     return ValueLoss(0.5 * plain, jnp.zeros_like(plain, bool))
-  # This is equal to v_old + clip(v - v_old, ±c), but without the rounding error of the subtraction,
+  # `near` equals v_old + clip(v - v_old, ±c), but without the rounding error of the subtraction,
   # which would mark some tokens within the range as clipped.
   near = jnp.clip(values, old_values - cliprange_value, old_values + cliprange_value)
   clipped = (near - returns) ** 2

@@ -51,7 +51,7 @@ _THREADS = 8
 _BLOCK_BYTES = 4 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 """First and longest pause, in seconds, between two attempts to archive a commit. The pause doubles
-after each failed attempt until it has reached the longest.
+after each failed attempt until it reaches `_LONGEST_PAUSE_S`.
 """
 _MARKER_BYTES = 256 << 20
 """Maximum size of a marker in bytes. A larger marker is refused as damaged."""
@@ -69,8 +69,8 @@ class ArchiveConfig:
   have stored are used.
   """
   deadline_s: float = 600.0
-  """Maximum time in seconds during which the archiving of a commit is tried again after errors.
-  After this time, the run ends with an error. The commits in the run directory are not affected.
+  """Maximum time in seconds during which a commit that could not be archived is tried again. After
+  this time, the run ends with an error. The commits in the run directory are not affected.
   """
 
   def __post_init__(self):

@@ -68,10 +68,11 @@ class CheckpointConfig:
   moments_dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type in which commits store the optimizer's moments. 'bfloat16' makes commits of a float32
   policy a third smaller. A resumed run then begins with rounded moments, so its results differ
-  slightly from those of an uninterrupted run.
+  slightly from the results of an uninterrupted run.
   """
   keep_hours: float = 0.0
-  """Age in hours up to which all commits are kept, in addition to those that `keep` selects."""
+  """Age in hours up to which all commits are kept, in addition to the commits that `keep` selects.
+  """
 
   def __post_init__(self):
     for name in ('every_steps', 'keep'):

@@ -29,7 +29,7 @@ from jaxrl_llm.runtime.log.config import LoggingConfig
 
 FILE = 'events.jsonl'
 EARLIER_FILE = 'events.1.jsonl'
-"""File with the messages before those in `FILE`."""
+"""Name of the file with the messages that precede the messages in `FILE`."""
 FLUSH_S = 1.0
 """Seconds after which buffered lines are written to the file together with the next event.
 
@@ -70,7 +70,7 @@ class Ends:
   source: str
   target: str
   lane: str
-  """Lane of the timeline in which these messages are shown."""
+  """Lane of the timeline in which messages of this type are shown."""
   answered: bool = True
   """Whether the messages are exchanges, that is, requests with replies."""
   diagram: str

@@ -12,9 +12,9 @@ class OwnSeconds(NamedTuple):
   """Seconds of a part of a step, excluding the parts nested inside it."""
 
   alone: float
-  """Seconds in which this process's engine did not sample."""
+  """Seconds of the part in which the engine of this process did not sample."""
   beside: float
-  """Seconds in which this process's engine sampled at the same time."""
+  """Seconds of the part in which the engine of this process sampled at the same time."""
 
 
 class Stopwatch:

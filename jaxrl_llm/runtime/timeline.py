@@ -66,7 +66,7 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-  """One step of the run. If several attempts completed it, the times are those of the last
+  """One step of the run. If several attempts completed the step, its times are taken from the last
   attempt.
   """
 

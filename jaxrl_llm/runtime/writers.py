@@ -1,10 +1,10 @@
 """The logs of a run: metrics.jsonl, rollouts/ and evals/.
 
-Invariant: the logs of a resumed run have the same rows as those of an uninterrupted run, apart from
-values that are not reproducible, such as times. When a run is resumed, metrics.jsonl is truncated
-to the length in bytes that the commit recorded. Each rollouts or evals file belongs to one step and
-is replaced atomically. Files of steps after the commit are removed. `runtime.log` copies the rows
-of metrics.jsonl to other places.
+Invariant: the logs of a resumed run have the same rows as the logs of an uninterrupted run, apart
+from values that are not reproducible, such as times. When a run is resumed, metrics.jsonl is
+truncated to the length in bytes that the commit recorded. Each rollouts or evals file belongs to
+one step and is replaced atomically. Files of steps after the commit are removed. `runtime.log`
+copies the rows of metrics.jsonl to other places.
 
 The logs are always valid JSON. In metrics.jsonl, a value that is NaN or infinite is written as
 null, and the additional key `<key>/nonfinite` contains 'nan', 'inf' or '-inf'. In rollouts and

@@ -63,7 +63,7 @@ class ProcessGroup:
   """Number of TPU slices over which a trainer's nodes are divided. Only for Kubernetes."""
   resources: ProcessResources = ProcessResources()
   env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  """Environment variables of these processes, in addition to `Job.env`."""
+  """Environment variables of the group's processes, in addition to `Job.env`."""
 
   def __post_init__(self):
     _check_name(f'group {self.name}', self.name)
@@ -162,7 +162,7 @@ class Launcher:
   Raises UserError if the system does not know the id.
   """
   logs: Callable[[str, Any], None]
-  """Function that prints what the processes of the job with the given id have written so far."""
+  """Function that prints the output of the job with the given id so far."""
   cancel: Callable[[str, Any], None]
   """Function that ends the job with the given id. The job's processes get SIGTERM. The trainer then
   writes a commit (checkpoint) before it ends.

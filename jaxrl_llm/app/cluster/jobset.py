@@ -593,7 +593,7 @@ def _groups(state: dict) -> list[dict]:
 
 
 def logs(name: str, options: JobsetOptions) -> None:
-  """Prints what the pods have written. Each line begins with the name of its pod."""
+  """Prints the output of the pods. Each line begins with the name of its pod."""
   _kubectl(
     [
       'logs',

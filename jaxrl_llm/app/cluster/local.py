@@ -31,7 +31,7 @@ class LocalOptions:
 
   linger_s: float = 600.0
   """Seconds that the remaining trainer processes may take to end, once the first one has finished
-  or the job has received SIGTERM. After that they are killed.
+  or the job has received SIGTERM. Processes that are left afterwards are killed.
   """
 
 

@@ -62,8 +62,8 @@ class SlurmOptions:
   constraint: str | None = None
   """Features that the nodes must have, as in sbatch --constraint."""
   exclusive: bool = True
-  """Whether no other job may run on the nodes. The job can then use all their cores and memory.
-  Otherwise it gets the cores and memory that --cpus and --memory_gib specify.
+  """Whether no other job may run on the nodes. If so, the job can use all cores and memory of the
+  nodes. Otherwise, the job gets the cores and memory that --cpus and --memory_gib specify.
   """
   sbatch: tuple[str, ...] = ()
   """Additional options for sbatch, such as --mail-type=END."""

@@ -11,18 +11,18 @@ process prints, with a prefix: `[0]` for process 0, `[s0]` for service 0.
 
 Invariant: the job ends as a whole. A process fails if a signal ends it or its exit code is not 0.
 When a process fails, the supervisor reports which process it was and how it ended. It then sends
-SIGTERM to the other processes, and SIGKILL to those that are left `grace_s` seconds later. It exits
-with the exit code of the failed process, or with 128 + the signal's number. With default flags, the
-job has ended less than 40 seconds after the failure, and usually much sooner. When a process
-finishes successfully, the other processes may run for `linger_s` seconds more.
+SIGTERM to the other processes, and SIGKILL to the processes that are left `grace_s` seconds later.
+It exits with the exit code of the failed process, or with 128 + the signal's number. With default
+flags, the job has ended less than 40 seconds after the failure, and usually much sooner. When a
+process finishes successfully, the other processes may run for `linger_s` seconds more.
 
 The supervisor forwards SIGINT and SIGTERM to every process. The processes then have `linger_s`
 seconds to commit their progress; a second signal kills them. The supervisor exits with their exit
 code (130 or 143). If the supervisor itself is killed, the kernel kills its processes (on Linux
 only). Anything that a process has left running in its session is killed at the end.
 
-Each --service is a command that runs beside the processes. It is split as a shell would split it,
-but run without a shell. When all processes have ended, the services get SIGTERM. A service that
+Each --service is a command that runs alongside the processes. It is split as a shell would split
+it, but run without a shell. When all processes have ended, the services get SIGTERM. A service that
 ends earlier counts as a failed process; an exit code of 0 is then replaced with 75.
 
 With --restarts=R, the supervisor starts the job again up to R times after a failure that may be
@@ -398,7 +398,7 @@ class JobSupervisor:
     self._deadline = time.monotonic() + self._linger_s
     if again:
       self._signal(self._processes, signal.SIGKILL)
-    else:  # Services get no signal yet, because the processes need them until they have ended.
+    else:  # Services get no signal yet, because the trainer processes still need them.
       self._signal(self._trainers_left(), self._asked)
 
   def _left(self) -> list[str]:
@@ -417,7 +417,7 @@ class JobSupervisor:
       try:
         os.killpg(process.pid, signal.SIGKILL)
       except ProcessLookupError:
-        continue  # No process of this group is left.
+        continue  # No process of the process group is left.
     deadline = time.monotonic() + _DRAIN_S
     for reader in self._readers:
       reader.join(max(0.0, deadline - time.monotonic()))

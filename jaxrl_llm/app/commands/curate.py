@@ -1,4 +1,4 @@
-"""Measures the tasks of a taskset with a policy and selects those that are worth training on.
+"""Measures the tasks of a taskset with a policy and selects the tasks that are worth training on.
 
 jaxrl curate --workdir=RUN --taskset=NAME --out=FILE.jsonl [--low=0.1 --high=0.9] [--guess_tries=8]
 jaxrl curate --config=FILE.py --taskset=NAME --out=FILE.jsonl …

@@ -1,10 +1,10 @@
 """Evaluates the commits of a run: `jaxrl evaluate --workdir=DIR [--steps=500,780] [--out=FILE]`.
 
-Measures every kept commit of the policy, or those at the given steps (0: the initial policy), on
-the suites of the run's configuration. `--config.field=value` changes the configuration, for example
-to more tasks, to several samples for pass@k, or to another engine. Nothing in the run directory
-changes. FILE gets a JSON line for each completion. With --json, standard output gets one list of
-{step, suite, metrics} at the end, and the text goes to standard error.
+Measures every kept commit of the policy, or the commits at the given steps (0: the initial policy),
+on the suites of the run's configuration. `--config.field=value` changes the configuration, for
+example to more tasks, to several samples for pass@k, or to another engine. Nothing in the run
+directory changes. FILE gets a JSON line for each completion. With --json, standard output gets one
+list of {step, suite, metrics} at the end, and the text goes to standard error.
 """
 
 from __future__ import annotations

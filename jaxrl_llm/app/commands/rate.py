@@ -11,7 +11,7 @@ jaxrl rate … --options.weights='{"quality": 1, "difficulty": -0.5}' --min_prio
 datasets:NAME#split, with --form for other row formats. RATED.jsonl gets the rows of the rated
 tasks, with an added field for each criterion (by default, `rated_quality` and `rated_difficulty`)
 and the field `priority`. A stage's sampler with `hardness='priority'` draws tasks by priority. The
-options are those of the scorer `judge`, plus `weights`; `criteria` replaces the default criteria.
+scorer `judge` has the same options, apart from `weights`; `criteria` replaces the default criteria.
 Every answer of the model is kept in --journal (by default, RATED.jsonl.journal), so that a repeated
 command does not ask the model the same question again.
 """

@@ -205,8 +205,8 @@ def make(branch: Branch, config: Config, workdir: Workdir, load: Callable[[str],
     _take_needed(origin, workdir, commits_needed(config, stages, origin.step, bests))
     for built, configured in zip(stages, config.stages, strict=True):
       if configured.waits_for_rows and origin.step <= built.start:
-        # The parent selected these rows after the commit. The branch selects its own rows when the
-        # stage begins.
+        # The parent selected the stage's rows after the commit. The branch selects its own rows
+        # when the stage begins.
         (workdir.path / static_file(configured)).unlink(missing_ok=True)
     complete(origin, config, workdir, taken)
   except BaseException:

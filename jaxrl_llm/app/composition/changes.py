@@ -127,7 +127,7 @@ def current(saved: Mapping[str, Any]) -> Any:
 
 
 def refused(old: Mapping[str, Any], new: Config, step: int) -> list[Refused]:
-  """Returns those changes that prevent a run from being resumed from its commit at `step`.
+  """Returns the changes that prevent a run from being resumed from its commit at `step`.
 
   Args:
     old: configuration in force at the commit, as JSON.

@@ -59,6 +59,8 @@ def build_engine(
   registry: Registry | None = None,
   events: Events = SILENT,
 ) -> Engine:
-  """Builds process 0's engine without starting it. The arguments are those of `engine_setting`."""
+  """Builds process 0's engine without starting it. For `registry` and `events`, see
+  `engine_setting`.
+  """
   setting = engine_setting(config, workdir, prepared, registry=registry, events=events)
   return config.rollout.engine_spec().build(setting, device.run)

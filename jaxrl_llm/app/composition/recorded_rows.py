@@ -133,8 +133,8 @@ def recorded_config(where: str, run: pathlib.Path) -> RecordedConfig:
 def check_same_tokenizer(
   where: str, run: pathlib.Path, directory: pathlib.Path, tokenizer: Tokenizer
 ) -> None:
-  """Raises UserError if the vocabulary of `tokenizer` differs from that of a recorded run, so that
-  the same token ids have different meanings. The message begins with `where`.
+  """Raises UserError if the vocabulary of `tokenizer` differs from the vocabulary of a recorded
+  run, so that the same token ids have different meanings. The message begins with `where`.
 
   Args:
     run: directory of the recorded run.

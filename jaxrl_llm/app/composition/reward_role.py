@@ -1,4 +1,6 @@
-"""Loads reward models: the trainer's (`reward_model`), and those of `jaxrl serve --role=reward`."""
+"""Loads reward models: the trainer's reward model (`reward_model`), and the reward models that
+`jaxrl serve --role=reward` serves.
+"""
 
 from __future__ import annotations
 

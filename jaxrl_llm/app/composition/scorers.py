@@ -73,7 +73,7 @@ def build_scorer(
   Args:
     where: field or flag that names the scorer, for error messages.
     registry: registry in which the scorer discovers services. The scorer sends them the registry's
-      key, unless its option `key_file` names another one.
+      key, unless its option `key_file` names another key.
   """
   name = scorer.implementation
   if ':' not in name and name not in SCORERS:

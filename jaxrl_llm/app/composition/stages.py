@@ -420,8 +420,8 @@ def origins(name: str, config: Config) -> tuple[str, ...]:
 
 
 def _check_reward_stages(config: Config, heads: Mapping[str, Head]) -> None:
-  """Raises UserError if the stages that train a reward model, and those that train the policy, do
-  not fit together.
+  """Raises UserError if the stages that train a reward model do not fit together with the stages
+  that train the policy.
   """
   trained = config.reward_model.stage if config.reward_model is not None else None
   scalar = [name for name, head in heads.items() if head == 'scalar']

@@ -395,8 +395,8 @@ def base_digest(base: Params, mesh: Mesh) -> str:
 
 
 def check_base(digest: str | None, committed: Mapping[str, Any], config: Config) -> None:
-  """Raises UserError if the base weights differ from those with which the committed adapters were
-  trained.
+  """Raises UserError if the base weights differ from the base weights with which the committed
+  adapters were trained.
   """
   if digest != committed.get('base'):
     source = config.policy.init_from or f'random weights of seed {config.seed}'

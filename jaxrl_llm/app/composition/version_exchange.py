@@ -56,7 +56,7 @@ class FollowedVersions:
     self._before = self._count()
 
   def record(self, attempt: int, version: SharedVersion) -> None:
-    """Records that the weights of an attempt are those of an exported version."""
+    """Records the exported version from which the weights of an attempt are taken."""
     self._folder.mkdir(parents=True, exist_ok=True)
     write_durably(self._file(attempt), json.dumps(to_json(version)))
 
@@ -209,11 +209,11 @@ class VersionExchange:
     )
 
   def _newest(self, follow: FollowConfig):
-    """Returns the directory and manifest of the newest complete version that is newer than the one
-    taken last; None if there is none. If a version does not match its manifest, logs a warning and
-    considers the next older one.
+    """Returns the directory and manifest of the newest complete version that is newer than the
+    version taken last; None if there is none. If a version does not match its manifest, logs a
+    warning and considers the next older one.
 
-    Raises UserError if the weights are those of another model.
+    Raises UserError if the weights belong to another model.
     """
     folder = pathlib.Path(follow.run).expanduser() / versions.VERSIONS
     after = self._taken[0] if self._taken else None

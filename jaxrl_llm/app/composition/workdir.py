@@ -332,7 +332,7 @@ def is_live(path: pathlib.Path) -> bool:
       fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
   except BlockingIOError:
     return True
-  except OSError:  # There is no lock file, or it may not be read.
+  except OSError:  # There is no lock file, or this process may not read it.
     return False
   return False
 

@@ -114,7 +114,7 @@ class Memory(NamedTuple):
   process: int
   """Largest resident memory of this process, as measured after each step."""
   devices: int | None
-  """Largest peak memory of any device. None if the devices do not report it."""
+  """Largest peak memory of any device. None if the devices do not report their memory."""
   limit: int | None
 
 

@@ -35,12 +35,13 @@ _VERSIONS = 2
 one.
 """
 _DESCRIPTORS = 256
-"""Number of file descriptors that a run needs besides those for workers, servers and requests."""
+"""Number of file descriptors that a run needs in addition to the descriptors for workers, servers
+and requests.
+"""
 _EACH = 8
 """Number of file descriptors for each scorer worker and each server."""
 _SPARE = 1.1
-"""The doctor warns if the free memory or disk space is less than this multiple of the needed space.
-"""
+"""Multiple of the needed memory or disk space. The doctor warns if less is free."""
 
 
 def accelerators(config: Config, parameters: int) -> Iterator[Finding]:

@@ -20,7 +20,9 @@ from jaxrl_llm.parallel.collectives import overlapped_share, traffic
 from jaxrl_llm.parallel.topology import CHIPS
 
 UTILISATION = 0.4
-"""Share of the chip's peak FLOP/s assumed for the expected time; a well-tuned step reaches it."""
+"""Share of the chip's peak FLOP/s that is assumed for the expected time. A well-tuned step reaches
+this share.
+"""
 _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\d.]+\w)')
 
 
@@ -101,7 +103,7 @@ class Compilation:
 
 def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilation:
   """Compiles a program for devices of kind `chip`. If `chip` is None, compiles for this process's
-  devices. The compiler's flags are those of a run, which the command has set
+  devices. The compiler has the flags that it has in a run, because the command has set them
   (`core.process.xla_flags`), so the compiled program is the one that a run would compile.
   """
   lowered, began = program.lower(), time.perf_counter()

@@ -193,7 +193,9 @@ class Search:
     ]
 
   def lines(self) -> list[str]:
-    """Describes the compiled plans, from the fastest to the slowest, and counts the others."""
+    """Describes the compiled plans, from the fastest to the slowest, and states the number of plans
+    that were not compiled.
+    """
     sizes = {id(plan): fit.line(self.limit) for plan, fit in self.tried}
     lines = [
       f'memory plan {plan}: {"chosen, " if plan is self.chosen else ""}'
@@ -255,8 +257,8 @@ def measure(
 
 
 def _plans(config: Config, target: Target) -> list[Plan]:
-  """Returns the plans for the open fields, sorted by their cost. Of plans with equal costs, those
-  that need more memory come first.
+  """Returns the plans for the open fields, sorted by their cost. Of plans with equal costs, the
+  plans that need more memory come first.
 
   Of plans that differ only in `chunks_per_rank` and have batches of the same shapes, only one is
   returned. A plan is also left out if another plan is faster and needs no more memory, for example

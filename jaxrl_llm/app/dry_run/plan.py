@@ -66,7 +66,7 @@ class RunPlan:
   critic: Model
   setting: EngineSetting
   reward_model: TrainerRewardModel | None = None
-  """Reward model of the trainer; None if it has none."""
+  """Reward model of the trainer; None if the trainer has none."""
 
   @property
   def held(self) -> list[Held]:

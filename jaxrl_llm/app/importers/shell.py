@@ -52,7 +52,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-  """Commands that a script would run, including those whose conditions are unknown."""
+  """Commands that a script would run, including commands whose conditions are unknown."""
 
   commands: tuple[Command, ...]
   notes: tuple[str, ...]

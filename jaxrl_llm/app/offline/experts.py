@@ -1,7 +1,7 @@
 """Adds expert rows (answers to imitate) to a run: from files, from rollouts of another run, and
 from people who correct answers of this run. The run may be active meanwhile.
 
-Each row is checked separately: a refused row is reported in one line, and the others are added.
+Each row is checked separately: a refused row is reported in one line, and the other rows are added.
 """
 
 from __future__ import annotations

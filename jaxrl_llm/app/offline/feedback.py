@@ -238,7 +238,7 @@ def _with_several_turns(
 def _samples(
   db: sqlite3.Connection, reader: SegmentReader, groups: Collection[str]
 ) -> Iterator[Sample]:
-  """Yields those samples of the groups that the store still contains."""
+  """Yields the samples of the groups, without samples that the store no longer contains."""
   rows = db.execute(
     'SELECT s.uid, g.name, g.row, o.payload FROM samples s '
     'LEFT JOIN segment_rows g ON g.uid = s.uid AND g.attempt = s.attempt '
@@ -282,8 +282,8 @@ class Imported(NamedTuple):
 
   file: str
   attached: int
-  """Number of verdicts from the file that are now in the inbox, including those that were already
-  there.
+  """Number of verdicts from the file that are now in the inbox, including verdicts that were
+  already there.
   """
   pairs: int
   """Number of valid comparisons in the file."""

@@ -1,4 +1,4 @@
-"""Reads JSON Lines files line by line, so that an invalid line does not affect the others."""
+"""Reads JSON Lines files line by line, so that an invalid line does not affect the other lines."""
 
 from __future__ import annotations
 

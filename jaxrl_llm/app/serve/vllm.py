@@ -276,7 +276,7 @@ async def keep_up(
     server.start()
     try:
       await server.ready(deadline_s=_START_DEADLINE_S)
-    except RunError as error:  # This counts as another failure. The other servers continue.
+    except RunError as error:  # The error counts as another failure. The other servers continue.
       logging.error('%s', error)
       await server.stop()
 

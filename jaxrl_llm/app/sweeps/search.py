@@ -30,8 +30,8 @@ except ImportError:
   optuna = None
 
 _REDRAWS = 20
-"""Number of draws per wanted point. If these do not yield enough different points, the axes count
-as exhausted.
+"""Number of draws per wanted point. If the draws do not yield enough different points, the axes
+count as exhausted.
 """
 
 

@@ -16,7 +16,7 @@ from jaxrl_llm.app.sweeps.trials import describe
 from jaxrl_llm.core.types import Json
 
 _ROWS = 30
-"""Maximum number of trials in the table. Running trials take precedence over the others."""
+"""Maximum number of trials in the table. Running trials take precedence over other trials."""
 _STYLES = {
   TrialState.RUNNING: 'bold',
   TrialState.STOPPING: 'bold',

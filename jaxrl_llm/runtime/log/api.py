@@ -30,7 +30,7 @@ class LogRow:
   step: int
   """Number of steps that the run has completed, over all stages."""
   metrics: Mapping[str, float | int]
-  """Metrics of the row, keyed by name, without those that are not finite."""
+  """Metrics of the row, keyed by name. Metrics that are not finite are left out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

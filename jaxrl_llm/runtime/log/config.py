@@ -35,8 +35,8 @@ class WandbConfig:
   tags: tuple[str, ...] = ()
   notes: str | None = None
   mode: Literal['online', 'offline'] | None = None
-  """'offline' writes files that `wandb sync` uploads later. If None, WANDB_MODE from the
-  environment is used if it is set, otherwise 'online'.
+  """Mode of W&B: 'online' uploads rows during the run; 'offline' writes files that `wandb sync`
+  uploads later. If None, WANDB_MODE from the environment is used if it is set, otherwise 'online'.
   """
 
 
@@ -83,9 +83,9 @@ class LoggingConfig:
   """Custom log writers. Each runs in a separate process."""
   transcript_tokens: int | None = 100_000
   """Maximum number of response tokens per step for which all samples are written to `rollouts/`. If
-  a step has more, only some groups are written, chosen by a hash of their names: at least one, and
-  more as long as their total does not exceed this number. 0 turns transcripts off. If None, all
-  samples are written.
+  a step has more, only some groups are written, chosen by a hash of their names: at least one
+  group, and further groups as long as their tokens together do not exceed this number. 0 turns
+  transcripts off. If None, all samples are written.
   """
   event_bytes: int = 256_000_000
   """Approximate maximum size in bytes of `events.jsonl` and `events.1.jsonl` together. When the
