@@ -209,7 +209,7 @@ def plan_shape(
     lengths: lengths of the stage's sequences, or of a sample of them. The lengths of a unit's
       sequences are adjacent. Empty if the lengths are unknown.
     longest: maximum length of a sequence. If None, it is `chunk_len`.
-    shares_prefixes: see `Shape`.
+    shares_prefixes: whether common leading tokens of the rows in a chunk are stored only once.
   """
   rows_per_chunk = chunk_len // (longest or chunk_len)
   if chunks * rows_per_chunk < unit:

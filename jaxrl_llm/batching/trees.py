@@ -83,7 +83,8 @@ def pack_trees(
     families: rows that may share prefixes, in the order of `sorted_prefixes`. Each row is in
       exactly one family. `first` is the number of tokens that the row can share with the previous
       row of the family.
-    units: as in `pack`. If a unit has several rows, these are exactly the rows of one family.
+    units: row numbers of each unit, as in `pack`. If a unit has several rows, these are exactly the
+      rows of one family.
   """
   best, tried = None, set()
   for most in (*(chunk_len // parts for parts in _PARTS), 0):
@@ -107,7 +108,7 @@ def _cost(packing: Packing) -> tuple[int, int]:
 
 
 def _cut(family: Sequence[Branch], lengths: Sequence[int], most: int) -> list[tuple[Branch, ...]]:
-  """Cuts a family into trees of at most `most` tokens. A row that is longer forms a separate
+  """Cuts a family into trees of at most `most` tokens. A row with more tokens forms a separate
   tree.
   """
   trees: list[list[Branch]] = []

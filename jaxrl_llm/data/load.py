@@ -45,7 +45,7 @@ passing a single short row to a thread takes longer than reading the row.
 _READS_AHEAD = 32
 """Maximum number of completed reads whose rows wait to be packed."""
 _STEPS_AHEAD = 1
-"""Number of optimizer steps that are packed ahead of the one being computed."""
+"""Number of optimizer steps that are packed ahead of the step that is being computed."""
 _DEADLINE_S = 3600.0
 """Maximum time in seconds to read the rows of one optimizer step."""
 

@@ -261,5 +261,5 @@ class Evaluator:
 
 
 def _stage(suite: SuiteConfig) -> str:
-  """Returns the pseudo-stage name that the ids of an evaluation's groups begin with."""
+  """Returns the name that takes the place of a stage's name in the ids of the suite's groups."""
   return f'evaluation-{suite.name}'

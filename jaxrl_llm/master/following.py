@@ -65,7 +65,7 @@ class FollowedConfig:
 
   stage: str
   where: str
-  """Dotted key of the stage's source, for messages."""
+  """Dotted configuration key of the stage's source, such as 'stages.NAME.source', for messages."""
   groups_per_batch: int
   group_size: int
   """Maximum number of trajectories in a group."""

@@ -58,8 +58,8 @@ def mismatch_metrics(pairs: Sequence[Pair]) -> dict[str, Metric]:
   if no token was sampled.
 
   `rollout_is_eff_sample_size` is (Σw)² / (N Σw²) over the N tokens of the batch, a number in
-  (0, 1]. Unlike the other metrics, its value over two batches together cannot be computed from its
-  values over each of them.
+  (0, 1], where w is a token's probability ratio between trainer and sampler. It is the only metric
+  that cannot be combined exactly from the values of several batches.
   """
   pairs = [(np.asarray(t, np.float64), np.asarray(b, np.float64)) for t, b in pairs if len(t)]
   if not pairs:

@@ -76,7 +76,7 @@ class Phase(enum.StrEnum):
   """Purpose for which the devices are used."""
 
   START = 'start'
-  """Start of the run, before the engine starts. Nothing computes."""
+  """Start of the run, before the engine starts. No role computes."""
   STAGE = 'stage'
   """Start of a stage. All roles except the reward model are on the devices, so that programs and
   states can be created.

@@ -120,7 +120,9 @@ class Rendered(NamedTuple):
 
 
 class RewardRole:
-  """The trainer's reward model, which scores the rollouts of a batch. Every process has one."""
+  """The trainer's reward model, which scores the rollouts of a batch. Every process of the trainer
+  has an instance.
+  """
 
   def __init__(self, scoring: ScoringPass, tokenizer: Tokenizer | None):
     """

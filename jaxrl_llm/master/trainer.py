@@ -92,8 +92,8 @@ class Stage:
   publish_every: int = 1
   """Number of batches between publications of the policy to the engine."""
   batches_ahead: int = 0
-  """Number of batches after the next one for which groups start with the version that the engine
-  serves.
+  """Number of further batches, after the next one, for which groups may start with the version that
+  the engine serves.
   """
   held_out: str | None = None
   """Name of the preference set on which evaluations measure the policy; None if there is none."""

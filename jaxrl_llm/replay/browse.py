@@ -141,8 +141,8 @@ class Holdings:
   first_plan: int | None
   last_plan: int | None
   unclaimed: tuple[str, ...]
-  """Lines of text about `segments/` and `quarantine/`, one for each that has files that no sample
-  needs.
+  """Lines of text about `segments/` and `quarantine/`: one line for each of these directories that
+  has files that no sample needs.
   """
 
   @property

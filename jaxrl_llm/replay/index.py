@@ -402,7 +402,8 @@ def open_store(
       If None, the last number plus 1 is used.
     max_uses: maximum number of batches that may train on one sample of partition `usual`. It is
       fixed when the store is created.
-    synchronous: durability under power loss; see the module docstring.
+    synchronous: durability under power loss. 'full': each transaction is on disk when the call
+      returns. 'normal': a power loss may lose the transactions since the last `flush`.
   """
   directory = pathlib.Path(directory)
   path = directory / INDEX

@@ -199,7 +199,9 @@ IS_ADDED = (
 """SQL condition that row s of `samples` is an added expert row."""
 _PARTIALS = """TABLE partials(seq INTEGER PRIMARY KEY, step INTEGER NOT NULL,
   attempt INTEGER NOT NULL, uid TEXT NOT NULL, payload BLOB NOT NULL)"""
-"""Spans of unfinished samples (`core.records.span`), in the order of their generation."""
+"""SQL definition of the table with the spans of unfinished samples (`core.records.span`), in the
+order of their generation.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -106,8 +106,8 @@ class Tokenizer:
     self.pad_id: int = fast.eos_token_id if fast.pad_token_id is None else fast.pad_token_id
     self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([fast.eos_token_id, *stop_ids]))
     model = json.loads(files['tokenizer.json'])['model']
-    # The built-in templates are known to terminate. Others are rendered in a process that can be
-    # killed.
+    # The built-in templates are known to terminate. Other templates are rendered in a process that
+    # can be killed.
     self.template: str = fast.get_chat_template()
     template = self.template
     self._process = None if template in _TEMPLATES.values() else TemplateProcess(template)
@@ -282,7 +282,8 @@ class Tokenizer:
     """Returns (token ids of the prompt, token ids of the answer with its stop token). The prompt is
     the same as in `render_prompt`.
 
-    The two are encoded separately, as in a rollout, so no token contains text of both.
+    The prompt and the answer are encoded separately, as in a rollout, so no token contains text of
+    both.
     """
     prompt = self._render(messages, add_generation_prompt=True)
     whole = self._render(

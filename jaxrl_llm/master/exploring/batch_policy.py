@@ -69,9 +69,9 @@ def batches_ahead(policy: BatchPolicyName, bound: int) -> int:
   """Returns the number of batches after the current one for which groups may already start.
 
   With 'in_order', this number is `bound`, the stage's staleness bound. With 'complete_first', it is
-  half of the bound, rounded up. The other half is the number of batches that may pass over a group:
-  if groups started as far ahead as the bound permits, each batch would have to take the groups that
-  started first.
+  half of the bound, rounded up, so that the remaining batches within the bound may pass over a
+  group. If groups started as far ahead as the bound permits, each batch would have to take the
+  groups that started first.
   """
   return bound if policy == 'in_order' else (bound + 1) // 2
 

@@ -169,9 +169,9 @@ class Explorer:
 
   @property
   def clock_decisions(self) -> int:
-    """Number of decisions that a clock has made: those of the runner
-    (`GroupRunner.clock_decisions`), groups that a batch has passed over because later groups had
-    finished first, and groups whose delayed rewards have arrived or come too late.
+    """Number of decisions that depended on a clock: those of the runner
+    (`GroupRunner.clock_decisions`), groups that a batch passed over because later groups finished
+    first, and groups whose delayed rewards arrived in time or too late.
     """
     waited = self._awaiting.decisions if self._awaiting is not None else 0
     return self._runner.clock_decisions + self._passed_over + waited
@@ -279,7 +279,7 @@ class Explorer:
     Returns an empty list if the batch is complete, or if no sample needs the reward model. Raises
     the exceptions of `collect`.
 
-    After it has returned samples, no group starts until `proceed` is called.
+    After the method has returned samples, no group starts until `proceed` is called.
     """
     rounds = self._rounds
     if rounds is None:
@@ -668,7 +668,8 @@ class Explorer:
         )
         judged = await self._runner.run(order, placed=placed)
         processed = None
-        if not self._needs_trainer(judged.members):  # Otherwise, rewards are not complete yet.
+        # If the trainer's reward model must still score the group, its rewards are not complete.
+        if not self._needs_trainer(judged.members):
           processed = await self._processors.run(scorable_of(judged.members), self._writer.step)
       except GroupCut as cut:
         self._park(group, cut.spans)
@@ -790,8 +791,8 @@ class Explorer:
     self._progress.set()
 
   def _discard(self, group: StartedGroup, kept: int) -> None:
-    """Adds the tokens that were generated for a group but are not kept to the count of discarded
-    tokens.
+    """Adds to the count of discarded tokens those tokens that were generated for a group but are
+    not kept.
 
     Args:
       kept: number of the group's tokens that are kept, in samples or as spans.

@@ -58,17 +58,17 @@ class PartialConfig:
   """
   groups: int | None = None
   """Maximum number of groups that are being generated, wait to be continued, or have finished but
-  are not part of a batch yet. If None, it is `groups_per_batch` · (`bound` + 2), with the stage's
-  values.
+  are not part of a batch yet. If None, it is `groups_per_batch` · (`bound` + 2), where both are
+  values of the stage.
   """
   loss: Literal['current_only', 'last_k', 'all'] = 'current_only'
   """Tokens that enter the loss. Other tokens serve as context.
 
-  'current_only': those sampled by the newest weights that sampled any token of their group. If the
-  stage's `bound` is 0, these are the weights that the batch updates. 'last_k': those sampled by
-  these weights, or by weights that are fewer than `last_k` batches older. 'all': all tokens, each
-  corrected for the difference between the weights that sampled it and the weights that the batch
-  updates. 'last_k' and 'all' need a `bound` above 0.
+  'current_only': tokens sampled by the newest of the weights that generated the group. If the
+  stage's `bound` is 0, these are the weights that the batch updates. 'last_k': tokens sampled by
+  these newest weights, or by weights that are fewer than `last_k` batches older. 'all': all tokens,
+  each corrected for the difference between the weights that sampled it and the weights that the
+  batch updates. 'last_k' and 'all' need a `bound` above 0.
   """
   last_k: int | None = None
   """Number of consecutive versions of the weights whose tokens enter the loss. Set it if `loss` is
@@ -99,7 +99,7 @@ class PartialConfig:
 
 
 _UNLIMITED = PartialConfig(budget=1, max_spans=1)
-"""Settings without budgets: the only span of a sample runs to its end."""
+"""Settings without budgets: each sample has a single span, which runs to the end of the sample."""
 _IDLE_S = 60.0
 """Number of idle seconds after which the workflow of a group is stopped. A group is idle if it has
 no new requests or answers, the engine works on none of its requests, and a sample that has used up
@@ -189,10 +189,10 @@ class PartialGenerator:
   async def keep(
     self, name: str, samples: int, rollouts: AsyncIterator[Rollout]
   ) -> AsyncIterator[Rollout]:
-    """Runs a group without budgets, and yields its trajectories as they arrive. If the group's
-    workflow runs again from its beginning, because its explorer was lost, its requests get the
-    completions that the engine has generated for them or is generating. For the arguments, see
-    `collect`.
+    """Runs a group without budgets, and yields its trajectories as they arrive. If the explorer
+    that runs the group's workflow is lost, the workflow runs again from its beginning. Its requests
+    then get the completions that the engine has generated for them or is generating. For the
+    arguments, see `collect`.
     """
     group = self._groups[name] = PartialGroup(self._sample, _UNLIMITED, name, [()] * samples)
     try:

@@ -119,7 +119,7 @@ class Processors:
 
   @contextlib.asynccontextmanager
   async def opened(self, journals: pathlib.Path, stage: str) -> AsyncIterator[None]:
-    """Keeps the processors that ask a model open while the block is active.
+    """Opens the processors that ask a model, and closes them at the end of the block.
 
     Args:
       journals: directory of these processors' journals.
@@ -429,7 +429,8 @@ def check_known_in_time(key: str, where: str) -> None:
   """Raises UserError if `key` names a quantity that is known only after the batch is complete.
 
   Args:
-    key: name of a quantity, such as 'judge' or 'kl', or of a part of one, such as 'judge/quality'.
+    key: name of a quantity, such as 'judge' or 'kl', or of a part of a score, such as
+      'judge/quality'.
     where: name of the option that contains the key, for the error message.
   """
   if key.split('/')[0] in LATER:

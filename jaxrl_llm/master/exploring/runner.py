@@ -109,8 +109,9 @@ class GroupRunner:
     """Generates and scores a group. Tries again if a try times out.
 
     Args:
-      placed: called once the group's samples are finished. It waits until it is known whether the
-        batch takes the group, and returns whether it does. If None, the group is always scored.
+      placed: function that is called once the group's samples are finished. It waits until it is
+        known whether the batch takes the group, and returns True if so. If None, the group is
+        always scored.
 
     Raises:
       GroupCut: a sample has spent its budget, or the batch does not take the group. A later
@@ -208,8 +209,8 @@ class GroupRunner:
 
 @dataclasses.dataclass
 class _Hold:
-  """Measures how long a try waits for its group's place in the batch. The wait counts neither
-  towards the time limit of the try nor in its duration.
+  """Measures how long a try waits for its group's place in the batch. This wait is left out of the
+  duration of the try, and does not count towards its time limit.
   """
 
   limit: asyncio.Timeout

@@ -19,11 +19,11 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.files import parse_json, read_bytes
 
 FILE = 'scorers.json'
-"""Name of the file in the run directory."""
+"""Name of the file in the run directory that changes the scorer pool while the run is active."""
 CHECK_S = 1.0
-"""Seconds between checks of the file for changes."""
+"""Seconds between checks of `scorers.json` for changes."""
 _MAX_BYTES = 1 << 20
-"""Maximum file size in bytes."""
+"""Maximum size of `scorers.json` in bytes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ def _is_list_of_addresses(value: Any) -> bool:
 
 
 class Partly(UserError):
-  """Raised if only a part of the file was applied and the rest was refused. The message names the
-  applied part.
+  """Raised if only a part of `scorers.json` was applied and the rest was refused. The message names
+  the applied part.
   """
 
 

@@ -198,8 +198,7 @@ class Stop:
 
   @contextlib.contextmanager
   def ends(self, connection: socket.socket) -> Iterator[None]:
-    """Makes a call of `set` end the sandbox whose control socket is `connection`, while the block
-    runs.
+    """While the block runs, makes `set` end the sandbox with the control socket `connection`.
 
     Raises SandboxError if `set` was called before the block began.
     """

@@ -104,7 +104,7 @@ class UserFunction:
     return UserFunction, (self.name, self._scorer)
 
   def __call__(self, *arguments: Any, **named: Any) -> Any:
-    """Calls the function and returns its result. An `async def` is run to completion."""
+    """Calls the function and returns its result. An asynchronous function is run to completion."""
     result = self.call(*arguments, **named)
     return asyncio.run(_result(result)) if inspect.isawaitable(result) else result
 

@@ -22,8 +22,8 @@ from .values import STANDARD_TYPES
 
 
 class Origin(enum.Enum):
-  """How the tests obtained an object of the program, which decides which operations are
-  permitted.
+  """Way in which the tests obtained an object of the program. It decides which operations on the
+  object are permitted.
   """
 
   NAMED = enum.auto()
@@ -173,7 +173,8 @@ class Remote:
     value = self._remote_program.value(
       {'do': 'get', 'of': self._remote_number, 'name': name, **whole}, origin, name
     )
-    if suspect and (_is_remote(value) or callable(value)):  # Exception classes are not proxies.
+    # `callable` also covers exception classes, which are not proxies.
+    if suspect and (_is_remote(value) or callable(value)):
       raise AttributeError(
         f'{name} of a {self._remote_class!r} object, which was returned in place of a plain value'
       )

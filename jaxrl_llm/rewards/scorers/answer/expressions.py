@@ -204,8 +204,8 @@ def is_name(left: str) -> bool:
 def _quantity(text: str) -> tuple[str, Unit | None] | None:
   r"""Splits a text into a value and a unit. The unit is None if the text has none.
 
-  For `2\pi \text{ cm}`, these are `2\pi` and `cm`. Returns None if the text after the value is not
-  a unit.
+  For `2\pi \text{ cm}`, the value is `2\pi` and the unit is `cm`. Returns None if the text after
+  the value is not a unit.
   """
   at = text.find(r'\text')
   if at < 0 and read_formula(text) is None:

@@ -69,8 +69,8 @@ class AnswerOptions:
   units: Units = 'refused'
   """For the mode `numeric`: treatment of units and words after a number. refused: a number followed
   by text cannot be read; ignored: units and words do not count; stated: units must agree if both
-  the answer and the truth state one; required: like stated, but the answer must have a unit if the
-  truth has one.
+  the answer and the truth state a unit; required: like stated, but the answer must have a unit if
+  the truth has one.
   """
   absolute_tolerance: float = 0.0
   relative_tolerance: float = 0.0
@@ -268,7 +268,7 @@ def choose_options(
 
 
 def _settled(options: AnswerOptions, truth: str) -> AnswerOptions:
-  """Returns the options. Those that are not set are chosen from this truth alone."""
+  """Returns the options, in which each one that is not set is chosen from this truth alone."""
   if options.mode is not None and options.extraction is not None:
     return options
   return dataclasses.replace(options, **_left_open(options, choose([truth]).options))

@@ -156,7 +156,7 @@ def may_evaluate(name: str, answer: str, reference: str) -> bool:
   """Returns whether the answer is in the grammar of verifier `name`, so that it cannot contain
   code.
 
-  Always true for the reference answer, and for a verifier without a known grammar.
+  The result is always True for the reference answer, and for a verifier without a known grammar.
   """
   if answer == reference:
     return True
