@@ -42,6 +42,6 @@ ALGORITHMS: Mapping[str, tuple[type, Callable[[Any, Setting], Algorithm]]] = {
   'reward_model': (RewardModelConfig, reward_model),
 }
 PAIRWISE = frozenset({'dpo', 'reward_model'})
-"""Algorithms that learn from preference pairs."""
+"""Names of the algorithms that learn from preference pairs."""
 OFFLINE = PAIRWISE | {'sft'}
-"""Algorithms that can learn from static data alone."""
+"""Names of the algorithms that can learn from static data alone."""

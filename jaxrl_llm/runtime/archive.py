@@ -430,7 +430,7 @@ def _replacing(path: epath.Path) -> Iterator[BinaryIO]:
       try:
         yield file
       except BaseException:
-        file.discard()  # Otherwise, `close` would store what has been written so far.
+        file.discard()  # Without this call, `close` would store an incomplete object.
         raise
     return
   local = pathlib.Path(path)

@@ -73,7 +73,7 @@ METRICS: dict[str, str] = {
   ),
   'actor/mu': 'mix: current weight of imitation.',
   'actor/expert_logprob': 'mix: mean log-likelihood of an expert token (nats). Should rise.',
-  # Preference pairs, under TRL's names.
+  # Metrics of preference pairs, with the names that TRL uses.
   'actor/dpo_loss': 'DPO loss per pair. log 2 = 0.693 at the start; falls as margins grow.',
   'actor/rm_loss': 'Bradley-Terry loss per pair. log 2 = 0.693 is chance level.',
   'actor/center_loss': 'Squared sum of the scores of a pair, before its coefficient.',

@@ -185,7 +185,8 @@ def _needed(
     # vLLM servers on other nodes fetch new weights from the trainer, or read them from a directory
     # that the trainer writes.
     if config.rollout.vllm.transfer == 'pull' and one_machine:
-      needed['rollout.vllm.transfer'] = 'files'  # The servers have no fronts, and need none.
+      # 'pull' needs fronts, which servers on one machine do not have.
+      needed['rollout.vllm.transfer'] = 'files'
     elif config.rollout.vllm.transfer == 'pull':
       needed['rollout.vllm.source'] = json.dumps(_listen(layout))
     elif config.rollout.vllm.publish_dir is None and not one_machine:

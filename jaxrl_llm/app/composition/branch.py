@@ -65,7 +65,7 @@ class Branch:
   """Request for a branch: the commit to start from, and the parts to reset."""
 
   run: pathlib.Path
-  """Directory of the parent."""
+  """Run directory of the parent, the run from which the branch starts."""
   step: int | None = None
   """Step of the commit. If None, the newest commit is used."""
   reset: tuple[str, ...] = ()

@@ -138,7 +138,8 @@ def refused(old: Mapping[str, Any], new: Config, step: int) -> list[Refused]:
   try:
     rules = _Rules(old, new, step)
     return [reason for change in differences if (reason := rules.refusal(change)) is not None]
-  except (KeyError, TypeError):  # A version whose stages had other fields saved `old`.
+  except (KeyError, TypeError):
+    # An earlier version, whose stages had other fields, saved `old`.
     return [Refused(change, _WHY['stages']) for change in differences]
 
 
@@ -355,7 +356,8 @@ class _Rules:
       return field.removeprefix('optimizer.') in OF_OPTIMIZERS
     sides = [value or other for value, other in zip(change[1:], inherited)]
     if None in sides:
-      return True  # No stage inherits the optimizer in that configuration.
+      # In one of the two configurations, no stage inherits the optimizer.
+      return True
     before, after = sides
     return all(key in OF_OPTIMIZERS for key, *_ in difference(before, after))
 

@@ -88,7 +88,7 @@ def _cost(stage: Stage, model: Model, mesh: Mesh, rates: Chip) -> Cost:
   if options.remat == 'offload':
     inputs = spec.num_hidden_layers * tokens * spec.hidden_size * itemsize
     kept = 2 * inputs / devices
-  moments = 2 * 4 * parameters(spec) / devices  # Two moments in float32.
+  moments = 2 * 4 * parameters(spec) / devices  # Each parameter has two moments in float32.
   moved = 2 * moments if stage.policy.config.offloads else 0
   micro_batches = shape.micro_batches
   return Cost(

@@ -51,7 +51,7 @@ additional memory.
 
 
 class Plan(NamedTuple):
-  """Values for the fields that a configuration leaves open."""
+  """A memory plan: values for the fields that a configuration leaves open."""
 
   values: Mapping[str, Json]
   """Values, keyed by the names in `PLANNED`. Fields that are not open are missing."""

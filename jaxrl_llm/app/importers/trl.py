@@ -180,7 +180,7 @@ def _rewards(keys: Import, ours: dict[str, Json], functions: str | None) -> None
   ours['rewards.scorers'] = scorers or [{'name': 'answer'}]
   if any(name in ('accuracy_reward', 'reasoning_accuracy_reward') for name in names):
     for taskset in ours['tasksets']:
-      taskset['truth'] = '{solution}'  # The column that TRL's function reads.
+      taskset['truth'] = '{solution}'  # TRL's function reads the column `solution`.
 
 
 def _surrogate(keys: Import, ours: dict[str, Json], trainer: str) -> None:
