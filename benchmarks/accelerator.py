@@ -1,13 +1,13 @@
-"""Measurements on one GPU: attention against the reference, training steps beside PyTorch, offload;
-within 8 minutes.
+"""Measurements on one GPU, in at most 8 minutes: attention against a reference, training steps
+compared with PyTorch, and offload.
 
   PYTHONPATH=. python3 benchmarks/accelerator.py [--models=0.5B,1.5B] \\
     [--parts=product,attention,steps,offload] [--tiny]
 
-Needs JAX, Flax and optax with GPU support, and for the comparison PyTorch with or without
-transformers; neither vLLM nor grain nor a network. Each part runs in its own process, so that its
-peak memory is its own. A part that lacks time or a dependency is skipped, and the reason is
-printed.
+Needs JAX, Flax and optax with GPU support. The comparison also needs PyTorch; transformers is
+optional. vLLM, grain and a network are not needed. Each part runs in a separate process, so that
+its peak memory can be measured. A part that lacks time or a dependency is skipped, and the reason
+is printed.
 
 product: bf16 products of large matrices, the measured peak. attention: values and gradients of each
 implementation in bf16 against the reference in float32. steps: GRPO updates of Qwen2.5's shapes
@@ -90,7 +90,7 @@ MODELS = {
 
 
 class Missing(Exception):
-  """A part cannot be measured here."""
+  """Raised when a part cannot be measured on this machine."""
 
 
 def spec_of(model: str) -> ModelSpec:
@@ -98,14 +98,14 @@ def spec_of(model: str) -> ModelSpec:
 
 
 def rows_of(spec: ModelSpec) -> list[Row]:
-  """Rows of equal length, each as long as a chunk; a quarter of it is the prompt."""
+  """Returns rows that are as long as a chunk. A quarter of each row is the prompt."""
   length = 32 if _TINY.value else _CHUNK_LEN.value
   count = _CHUNKS.value * _MICRO_BATCHES.value
   return random_rows([length] * count, prompt_len=length // 4, vocab=spec.vocab_size)
 
 
 def seconds(work: Callable[[], object], *, warm_up: int = 2) -> float:
-  """Median seconds of `--steps` calls."""
+  """Returns the median duration in seconds of `--steps` calls."""
   found = []
   for number in range(warm_up + _STEPS.value):
     before = time.perf_counter()
@@ -119,7 +119,7 @@ def product() -> dict[str, float]:
   size = 256 if _TINY.value else 8192
   a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
   repeats = 10
-  # Each product depends on the one before; values stay near 1.
+  # Each product depends on the previous product. Values stay near 1.
   chain = jax.jit(
     lambda a, b: jax.lax.fori_loop(0, repeats, lambda _, x: (x @ b) * jnp.bfloat16(size**-0.5), a)
   )
@@ -139,14 +139,14 @@ def computed_by(name: str) -> Callable:
 
 
 def distance(found, wanted) -> float:
-  """‖found - wanted‖ / ‖wanted‖."""
+  """Returns ‖found - wanted‖ / ‖wanted‖."""
   found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
   return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def attention_part(model: str) -> dict[str, object]:
-  """Distances of each implementation's values and query, key and value gradients from the
-  reference's.
+  """Returns, for each implementation, the distances of its output and of its gradients (with
+  respect to query, key and value) from the reference.
   """
   spec = spec_of(model)
   rows, length = (2, 64) if _TINY.value else (4, _CHUNK_LEN.value)
@@ -229,7 +229,7 @@ def own_step(model: str) -> dict[str, float]:
 
 
 def torch_step(model: str) -> dict[str, float]:
-  """Measures the same update in PyTorch, as its users write it."""
+  """Measures the same update in PyTorch, written as PyTorch's users usually write it."""
   try:
     import torch
   except ModuleNotFoundError:
@@ -370,7 +370,7 @@ def torch_decoder(spec: ModelSpec):
 
 
 def offload() -> dict[str, float]:
-  """Transfer rates in GB/s of a gigabyte to pinned host memory and back."""
+  """Returns the rates in GB/s at which a gigabyte is transferred to pinned host memory and back."""
   device = jax.devices()[0]
   there = jax.sharding.SingleDeviceSharding(device, memory_kind='pinned_host')
   here = jax.sharding.SingleDeviceSharding(device, memory_kind='device')
@@ -397,7 +397,7 @@ WORKS = {
 
 
 class Runs:
-  """Runs parts in their own processes, until the time is over."""
+  """Runs each part in a separate process, until the time limit is reached."""
 
   def __init__(self):
     self._end = time.monotonic() + 60 * _MINUTES.value

@@ -40,7 +40,7 @@ TEMPLATE = """
 """
 WORDS = ('the', 'agent', 'reads', 'what', 'a', 'tool', 'returns', 'and', 'asks', 'again')
 SYSTEM, OBSERVATION, TURN = 400, 100, 100
-"""Words of the first message and of each observation, and tokens of a turn."""
+"""Numbers of words of the first message and of each observation, and number of tokens of a turn."""
 
 
 class Waiting:
@@ -76,7 +76,7 @@ def text(draw, words):
 
 
 async def play(http, url, key, turns, seed, delay):
-  """Seconds of each call of one agent."""
+  """Plays one agent, and returns the duration of each call in seconds."""
   draw, seconds = random.Random(seed), []
   messages = [{'role': 'user', 'content': text(draw, SYSTEM)}]
   await asyncio.sleep(draw.uniform(0, delay))
@@ -96,7 +96,9 @@ async def play(http, url, key, turns, seed, delay):
 
 
 async def agents():
-  """The process of the agents: reads its orders from stdin, and prints the seconds of all calls."""
+  """Runs the process of the agents: reads orders from stdin, and prints the durations of all calls
+  in seconds.
+  """
   order = json.loads(sys.stdin.read())
   connector = aiohttp.TCPConnector(limit=0)
   async with aiohttp.ClientSession(connector=connector) as http:
@@ -108,8 +110,8 @@ async def agents():
 
 
 async def measure(tokenizer, *, sessions, turns, delay):
-  """Added milliseconds of each call, processor milliseconds of this process per call, and tokens of
-  the longest sample.
+  """Returns the milliseconds that the proxy adds to each call, the CPU milliseconds of this process
+  per call, and the number of tokens of the longest sample.
   """
   hubs = [Waiting(tokenizer, delay, random.Random(i)) for i in range(sessions)]
   task = Task(taskset='bench', domain='agents', prompt=(), truth=None, fields={})

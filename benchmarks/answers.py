@@ -47,7 +47,9 @@ DISPUTED: Mapping[str, str] = {
 """Cases of math-verify's tests that are left out: digest to reason."""
 
 ANYWHERE = ('boxed', 'tags', 'hashes', 'phrase', 'bold', 'formula', 'whole', 'number')
-"""Places where math-verify looks: also the last formula or number of a text without a box."""
+"""Places where math-verify looks for an answer, including the last formula or number of a text
+without a box.
+"""
 
 Pair = Mapping[str, Any]
 
@@ -57,7 +59,7 @@ def digest(gold: str, completion: str) -> str:
 
 
 def math_verify_pairs(directory: pathlib.Path) -> Iterator[Pair]:
-  """Yields the parametrised cases (gold, pred, expected) of its tests, each once."""
+  """Yields the parametrised cases (gold, pred, expected) of math-verify's tests, each once."""
   seen = set()
   for file in sorted(directory.glob('test_*.py')):
     for function in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,4 @@
-"""Bias of the batch policies: lengths and rewards of what is trained, against what was sampled.
+"""Bias of the batch policies: lengths and rewards of the trained samples, against all sampled ones.
 
   PYTHONPATH=tests/support .venv/bin/python benchmarks/batch_policies.py [--bounds=2,4,8] \\
     [--batches=64] [--slots=128] [--train_s=2]
@@ -7,7 +7,8 @@ The explorer, its gate and its store run in simulated time around an engine that
 and generates 40 tokens per second in each. Answer lengths are lognormal: median 40 tokens, sigma
 0.8 between tasks and 0.6 within a task, at most 600 tokens. The reward depends on the length: 1 for
 answers longer than the median, else 0. A batch has 16 groups of 8; training on it takes `train_s`
-simulated seconds. Sampled are all samples of the groups that had started when the batch was formed.
+simulated seconds. All samples of the groups that had started when the batch was formed count as
+sampled.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _MEDIAN, _MOST, _TOKENS_PER_S = 40, 600, 40.0
 
 
 class SlotEngine(exploring.FakeEngine):
-  """Samples of lognormal lengths, at a constant speed in a limited number of slots.
+  """Engine that generates samples of lognormal lengths, at a constant speed in a limited number of
+  slots.
 
   Attributes:
     lengths: number of tokens of each requested sample, keyed by uid.
@@ -75,7 +77,9 @@ class SlotEngine(exploring.FakeEngine):
 
 
 def measure(policy: str, bound: int, folder: pathlib.Path) -> dict[str, object]:
-  """Returns what each batch trained on, what was sampled by then, and the duration."""
+  """Returns the samples that each batch trained on, the samples of all groups that had started by
+  then, and the duration.
+  """
   folder.mkdir()
   tokenizer = exploring.make_tokenizer(folder / 'tokenizer')
   store = exploring.new_store(folder / 'replay')

@@ -179,7 +179,7 @@ def through(directory: pathlib.Path) -> Iterator[str]:
 
 
 def reopened(directory: pathlib.Path, commit: int, step: int) -> str:
-  """Measures a start that goes back to a commit."""
+  """Measures a start of the store that goes back to a commit."""
   before = time.perf_counter()
   store = open_store(directory, synchronous='normal')
   opened = time.perf_counter()

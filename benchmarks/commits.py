@@ -1,11 +1,12 @@
-"""Time for which a commit blocks training, with its files written before training goes on, and
-beside it, in the same run.
+"""Time for which a commit blocks training: if its files are written before training continues, and
+if they are written while training continues. Both are measured in the same run.
 
   .venv/bin/python benchmarks/commits.py [--megabytes=1000] [--rounds=5] [--folder=DIRECTORY]
 
 Prints medians in seconds: an update that donates the state; a commit that training waits for as a
-whole; the blocking part of one that is written beside training; the update after it, which on CPUs
-writes to new memory because the commit still holds the old one; and the whole of that commit.
+whole; the blocking part of a commit that is written while training continues; the update after it,
+which on CPUs writes to new memory because the commit still holds the old one; and the whole
+duration of that commit.
 """
 
 import functools

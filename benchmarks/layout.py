@@ -30,13 +30,13 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
-  """Arguments of a function, without `self` and `cls`."""
+  """Returns the arguments of a function, without `self` and `cls`."""
   every = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
   return [argument for argument in every if argument.arg not in ('self', 'cls')]
 
 
 def imports(tree: ast.AST) -> set[str]:
-  """Dotted names of this project that a module imports."""
+  """Returns the dotted names of this project that a module imports."""
   names = set()
   for node in ast.walk(tree):
     if isinstance(node, ast.ImportFrom) and node.module:

@@ -46,7 +46,7 @@ _STEPS = 4
 
 
 def sample(number: int, tokens: int) -> Sample:
-  """A rollout with one prompt token. Tokens and logprobs are random."""
+  """Returns a rollout with one prompt token. Tokens and logprobs are random."""
   draw = np.random.default_rng(number)
   sampled = tokens - 1
   segment = Segment(start=0, end=sampled, version=Version(0, 0), engine='embedded', finish='stop')

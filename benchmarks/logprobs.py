@@ -1,5 +1,5 @@
-"""Head in token chunks against full logits: time and temporary memory of its forward and backward
-pass.
+"""Time and temporary memory of the head's forward and backward pass, computed in token chunks,
+against full logits.
 
   .venv/bin/python benchmarks/logprobs.py [--vocabulary=32768 ...] [--dtype=bfloat16] [--rounds=3]
 
@@ -37,7 +37,7 @@ _ROUNDS = flags.DEFINE_integer(
 
 
 def batch(vocab: int) -> list[jax.Array]:
-  """Arguments of `token_logprobs`."""
+  """Returns the arguments of `token_logprobs`."""
   rng, shape = np.random.default_rng(0), (_ROWS.value, _TIME.value)
   return [
     jnp.asarray(rng.standard_normal((*shape, _EMBED.value), np.float32), _DTYPE.value),

@@ -51,7 +51,7 @@ def command(workdir: pathlib.Path, more: list[str]) -> list[str]:
 
 
 def sizes(workdir: pathlib.Path) -> dict[str, int]:
-  """Bytes of the run's files, by the first two parts of their path."""
+  """Returns the bytes of the run's files, keyed by the first two parts of their path."""
   found: dict[str, int] = {}
   for path in workdir.rglob('*'):
     try:
@@ -66,7 +66,7 @@ def sizes(workdir: pathlib.Path) -> dict[str, int]:
 
 
 def rows(file: pathlib.Path) -> Iterator[dict | None]:
-  """Yields the rows of a file that grows, and None whenever there is no further one."""
+  """Yields the rows of a file that grows, and None whenever there is no new row."""
   while not file.exists():
     yield None
   with file.open() as lines:

@@ -3,12 +3,12 @@
   .venv/bin/python benchmarks/master.py [--before=DIRECTORY] [--samples=64] [--tokens=16384] \\
     [--steps=2]
 
-Fake servers answer `--samples` samples of `--tokens` tokens per step. The master is that of a run:
-fleet, workflow, explorer, store, batches, and what a step writes. Scorers answer at once, nothing
-is trained, and the trainer's logprobs are all -1. With `--before`, a checkout of an earlier commit
-does the same work in turn with this one, and its samples must be the same. Figures are CPU time,
-because other work may share the cores: of the thread of the event loop, of other threads, and of
-child processes. A callback is one call of the event loop.
+Fake servers answer `--samples` samples of `--tokens` tokens per step. The master has the parts that
+it has in a run: fleet, workflow, explorer, store, batches, and the logs of a step. Scorers answer
+at once, nothing is trained, and the trainer's logprobs are all -1. With `--before`, a checkout of
+an earlier commit does the same work in turn with this one, and its samples must be the same.
+Figures are CPU time, because other work may share the cores: of the thread of the event loop, of
+other threads, and of child processes. A callback is one call of the event loop.
 """
 
 import asyncio
@@ -50,7 +50,9 @@ _STREAM = flags.DEFINE_integer(
 _ROUNDS = flags.DEFINE_integer('rounds', 1, 'Runs of each side.')
 _PROMPT = 512
 _PIECE = 256
-"""Tokens that a server samples at a time; an event of a stream has at least as many."""
+"""Number of tokens that a server samples at a time. An event of a stream has at least this many
+tokens.
+"""
 _HOSTS, _CORES = 64, 16
 _DONE = 'measured '
 
@@ -73,11 +75,13 @@ PARTS = {
     'runtime.rollouts:RolloutsWriter.write',
   ),
 }
-"""Functions whose CPU time is told apart, in any thread; those that a tree lacks are skipped."""
+"""Functions whose CPU time is measured separately, in any thread. Functions that a tree lacks are
+skipped.
+"""
 
 
 class Parts:
-  """CPU seconds of parts of the work, without the parts within them."""
+  """CPU seconds of parts of the work, excluding the parts nested inside each."""
 
   def __init__(self):
     self.seconds = collections.Counter()
@@ -127,7 +131,7 @@ class Longest:
 
 @functools.cache
 def answer(count: int, seed: int) -> tuple[list[int], list[float]]:
-  """Letters (no stop token) with their logprobs."""
+  """Returns letters, without a stop token, and their logprobs."""
   draws = np.random.default_rng(seed)
   logprobs = -draws.exponential(size=count).astype(np.float32)
   return draws.integers(0, 8, count).tolist(), logprobs.astype(float).tolist()
@@ -152,7 +156,7 @@ async def serve(uds: str) -> None:
 
 @contextlib.asynccontextmanager
 async def fleet_over(sockets: list[str], folder: pathlib.Path):
-  """A fleet of the servers that serves its first version."""
+  """Opens a fleet of the servers, which serves its first version."""
   import fleets
   import serving
 
@@ -167,7 +171,7 @@ async def fleet_over(sockets: list[str], folder: pathlib.Path):
 
 
 def open_run(fleet, folder: pathlib.Path):
-  """The explorer's batches, and the logs that a step writes to."""
+  """Opens the explorer's batches, and the logs that a step writes to."""
   import exploring
 
   from jaxrl_llm.core.records.task import Task
@@ -223,7 +227,7 @@ def hash_of(text: str) -> int:
 
 
 async def write(logs, batches, step: int) -> list:
-  """Takes a batch and writes what a step writes of it."""
+  """Takes a batch and writes the logs that a step writes."""
   from jaxrl_llm.batching.plan import StepPlan
   from jaxrl_llm.learner.algorithm import Annotation
   from jaxrl_llm.master import keeper
@@ -300,7 +304,7 @@ def servers(folder: pathlib.Path):
 
 
 def measured(tree: pathlib.Path) -> dict:
-  """Measures a tree in a process of its own."""
+  """Measures a tree in a separate process."""
   with tempfile.TemporaryDirectory() as directory:
     folder = pathlib.Path(directory)
     names = ('samples', 'tokens', 'steps', 'group_size', 'stream')

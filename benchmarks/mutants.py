@@ -161,8 +161,8 @@ for line in sys.stdin:
 
 
 def plainly_pass(programs: Sequence[Mutant]) -> list[bool]:
-  """Whether mutants pass their tests in one namespace of a plain Python: the baseline for a
-  sandbox.
+  """Returns whether each mutant passes its tests in one namespace of a plain Python process, which
+  is the baseline for a sandbox.
   """
   lines = [f'{p.program}\n{p.problem.tests}\ncheck({p.problem.entry_point})\n' for p in programs]
   given = ''.join(json.dumps(line) + '\n' for line in lines)

@@ -35,9 +35,9 @@ GROUPS = {
   'grpo, groups with short prompts': 'short_groups',
   'grpo, groups of lognormal lengths': 'lognormal_groups',
 }
-"""Files of works in which eight rows have the same prompt."""
+"""Files of the works in which every eight rows have the same prompt, keyed by work."""
 APART = ', prompts not shared'
-"""End of the name of such a work if each row computes its own prompt."""
+"""End of the name of a work of groups if the prompt is computed for each row."""
 TREE_TOKENS = 1600
 """Approximate number of tokens of a micro-batch of groups."""
 RAGGED_CHUNKS = 2
@@ -74,7 +74,7 @@ class Side:
     self.params = load_params(folder / 'model', self.spec)
 
   def works(self):
-    """Available works by name, each built at its first call."""
+    """Available works, keyed by name. Each is built at its first call."""
     makers = {
       'grpo': lambda: self._grpo('equal', self.chunks),
       'grpo, lognormal lengths': lambda: self._grpo('ragged', RAGGED_CHUNKS),

@@ -25,7 +25,7 @@ def accuracy(margins: Float[np.ndarray, 'pairs'], groups: Sequence[str]) -> tupl
 
 
 def load_folds(source: str, folds: int) -> tuple[list[Pair], Int[np.ndarray, 'pairs']]:
-  """Loads all pairs, fold after fold, and the fold of each."""
+  """Returns all pairs, sorted by fold, and the fold of each pair."""
   parts = [
     load_preferences(
       PreferencesConfig(name='pairs', source=source, split='eval', fold=fold, folds=folds)

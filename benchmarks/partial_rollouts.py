@@ -4,12 +4,12 @@ by staleness bound and token budget.
   .venv/bin/python benchmarks/partial_rollouts.py [--bounds=0,1,4] [--budgets=0,8000,4000] \\
     [--slots=512] [--rate=40] [--median=2500] [--sigma=1] [--longest=32000]
 
-Time is simulated. The explorer, its gate and its store are those of a run. The engine is a fleet
-with `slots` places, each of which generates `rate` tokens per second. The lengths of answers are
-lognormal, cut at `longest`; a continuation is the rest of the same answer. Updates and prefills
-take no time, so the figures are those of waiting alone. A budget of 0 means no partial rollouts.
-The first batches of each run are left out. A record has one token for every `--unit` tokens, to
-keep the store small.
+Time is simulated. The explorer, its gate and its store are the same as in a run. The engine is a
+fleet with `slots` places, each of which generates `rate` tokens per second. The lengths of answers
+are lognormal, cut at `longest`; a continuation is the rest of the same answer. Updates and prefills
+take no time, so the figures show only the effect of waiting. A budget of 0 means no partial
+rollouts. The first batches of each run are left out. A record has one token for every `--unit`
+tokens, to keep the store small.
 """
 
 import asyncio

@@ -48,7 +48,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def train(kind: str, workdir: pathlib.Path, overrides: Sequence[str]) -> pathlib.Path:
-  """Returns the export of a run, after training it unless the export exists."""
+  """Returns the export of a run. Trains the run first if the export does not exist."""
   if not (workdir / 'report.html').exists():
     command = [
       *(
@@ -100,7 +100,9 @@ def margins(
   pairs: Sequence[Pair],
   tokenizer: Tokenizer,
 ) -> Float[np.ndarray, 'pairs']:
-  """Returns each pair's margin: the value of the chosen answer less that of the rejected one."""
+  """Returns each pair's margin: the value of the chosen answer minus the value of the rejected
+  answer.
+  """
   both = [preference_samples(pair, tokenizer) for pair in pairs]
   return values([chosen for chosen, _ in both]) - values([rejected for _, rejected in both])
 

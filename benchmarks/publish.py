@@ -1,4 +1,4 @@
-"""Speed of publishing weights, beside plain copies and writes on the same machine in the same run.
+"""Speed of publishing weights, against plain copies and writes on the same machine in the same run.
 
   .venv/bin/python benchmarks/publish.py [--megabytes=400] [--rounds=8] [--changed=0.01] [--server]
 
@@ -45,7 +45,7 @@ _ENVIRONMENT = flags.DEFINE_string(
   'environment', VllmConfig.environment, 'Virtual environment that has vLLM.'
 )
 _WARM_UP = 3
-"""Publications until the pages of two versions exist."""
+"""Number of publications after which the memory pages of two versions exist."""
 
 
 def spec_of(megabytes: int) -> ModelSpec:
@@ -76,7 +76,9 @@ def timed(work) -> tuple[float, object]:
 def measure(
   dtype: str, leaves: dict[str, np.ndarray], spec: ModelSpec, root: pathlib.Path, publish
 ) -> None:
-  """Alternates the three in one run, so that other load on the machine affects all of them."""
+  """Alternates the three measurements in one run, so that other load on the machine affects all of
+  them.
+  """
   nbytes, to = sum(leaf.nbytes for leaf in leaves.values()), dtype_of(dtype)
   copies = {name: leaf.copy() for name, leaf in leaves.items()}
   plain = root / 'plain'

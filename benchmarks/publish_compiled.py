@@ -1,5 +1,5 @@
-"""Memory of the programs that cut, convert and gather weights for publishing, compiled for devices
-that are not here.
+"""Memory of the programs that cut, convert and gather weights for publishing, compiled for absent
+devices.
 
   TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost ALLOW_MULTIPLE_LIBTPU_LOAD=true \\
     .venv-aot/bin/python benchmarks/publish_compiled.py --topology=v5e:4x8 --size=7b

@@ -12,7 +12,7 @@ _VERIFIER = verifier_scorer(partial_credit=True)
 
 
 def computing(*, seconds: float) -> Scorer:
-  """Blocks a worker for `seconds`."""
+  """Returns a scorer that blocks a worker for `seconds`."""
   return functools.partial(_computed, seconds=seconds)
 
 
@@ -22,7 +22,7 @@ def _computed(attempt: Attempt, *, seconds: float) -> Verdict:
 
 
 def waiting(*, seconds: float) -> Awaited:
-  """Awaits `seconds`, as for a judge that answers all requests concurrently."""
+  """Returns a scorer that awaits `seconds`, like a judge that answers all requests concurrently."""
 
   async def judge(attempt: Attempt) -> Verdict:
     await asyncio.sleep(seconds)
@@ -32,8 +32,8 @@ def waiting(*, seconds: float) -> Awaited:
 
 
 def serial(*, seconds: float, count: int) -> Awaited:
-  """Control: starts when all `count` attempts of a batch have ended, and scores one after the
-  other.
+  """Returns the control: a scorer that starts when all `count` attempts of a batch have ended, and
+  scores them one after the other.
   """
   return Awaited(
     functools.partial(contextlib.nullcontext, _Serial(seconds, count)), concurrency=count

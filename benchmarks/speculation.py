@@ -6,7 +6,8 @@
 The model answers a request to repeat a text (the field `question` of a row of --texts) and, as the
 opposite case, the text alone. Without --model, a random model of one layer continues random tokens,
 which measures nothing. Both engines answer the same requests in turn, in one process; the ratio is
-the median over the rounds. Also reported: how many of the plain engine's tokens the other sampled.
+the median over the rounds. Also reported: the number of tokens that the speculative engine samples
+like the plain engine.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ async def answer(
 
 
 def equal_tokens(plain: list[Completion], speculative: list[Completion]) -> int:
-  """Returns how many tokens of the plain answers come before the first that differs."""
+  """Returns the number of tokens of the plain answers before the first difference."""
   count = 0
   for a, b in zip(plain, speculative, strict=True):
     shorter = min(len(a.tokens), len(b.tokens))

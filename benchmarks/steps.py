@@ -14,11 +14,11 @@ once, and its result (gradient norm, mean logprob, number of completions) must b
 sides.
 
 Works: grpo: loss, gradient, clipping, AdamW. dpo: the same on 32 pairs, and the reference's
-logprobs. logprobs: those of the completions. generate: 64 completions of 64 tokens, without a stop
-token. groups, short_groups, lognormal_groups: grpo on 64 rows of which eight have the same prompt,
-of 256 + 64 and of 32 + 64 tokens, and of 256 tokens with completions of lognormal lengths (mean
-125, longest 256); each with the prompt computed once per group, and once per row as there. Their
-lines also give the peak memory of a call above the memory of the process before the call.
+logprobs. logprobs: logprobs of the completions. generate: 64 completions of 64 tokens, without a
+stop token. groups, short_groups, lognormal_groups: grpo on 64 rows of which eight have the same
+prompt, of 256 + 64 and of 32 + 64 tokens, and of 256 tokens with completions of lognormal lengths
+(mean 125, longest 256); each with the prompt computed once per group, and once per row, as in TRL.
+Their lines also give the peak memory of a call above the memory of the process before the call.
 """
 
 from __future__ import annotations

@@ -59,10 +59,14 @@ class Row(NamedTuple):
   tokens: Int[np.ndarray, 'time']
   prompt_len: int
   label: int = 0
-  """1: chosen; -1: rejected, follows its chosen row; 0: not part of a pair."""
+  """1 for a chosen row; -1 for a rejected row, which follows its chosen row; 0 for a row without a
+  pair.
+  """
   advantage: float = 0.0
   group: int | None = None
-  """Rows of equal group may share a prefix; None: with its pair at most."""
+  """Number of the row's group. Rows of a group may share a prefix. If None, the row shares a prefix
+  at most with the other row of its pair.
+  """
 
 
 class Batch(NamedTuple):
@@ -124,7 +128,7 @@ def pack_rows(
   Args:
     chunks: chunks per micro-batch.
     chunk_len: tokens per chunk.
-    apart: gives each row its own padded chunk.
+    apart: whether each row gets a separate padded chunk.
     shared: whether rows share prefixes.
   """
   unit, lengths = 2 if rows[0].label else 1, [len(row.tokens) for row in rows]
@@ -171,7 +175,7 @@ def pack_rows(
 
 
 def _families(rows: Sequence[Row], units: Sequence[Sequence[int]]) -> list[list[Branch]]:
-  """Returns the groups, or the pairs, as `pack_trees` takes them."""
+  """Returns the groups, or the pairs, in the form that `pack_trees` takes."""
   families: dict[int, list[int]] = collections.defaultdict(list)
   for unit, members in enumerate(units):
     for i in members:
@@ -203,9 +207,9 @@ class Learner:
   ):
     """
     Args:
-      loss: None: GRPO's loss.
-      token_chunk: positions whose logits are computed at a time.
-      params: initial parameters as host arrays; None: random ones.
+      loss: loss of the updates. If None, GRPO's loss.
+      token_chunk: number of positions whose logits are computed at a time.
+      params: initial parameters as host arrays. If None, they are random.
     """
     grpo = policy_gradient(GRPO, Setting(max_response_length=spec.max_position_embeddings))
     config = OptimizerConfig(peak_lr=1e-6, max_grad_norm=1.0, skip_grad_norm=float('inf'))

@@ -29,7 +29,7 @@ FILES = {
   'grpo, groups with short prompts': 'short_groups',
   'grpo, groups of lognormal lengths': 'lognormal_groups',
 }
-"""File of each GRPO work's rows. The same works with prompts not shared are the same here."""
+"""File of each GRPO work's rows. Works whose prompts are not shared use the same files."""
 
 
 def tokenizer():
@@ -96,7 +96,9 @@ def grpo_works(folder, scratch, micro_batch):
   latest = None
 
   def begin(work):
-    """Starts each work with the initial weights and a new optimizer state, as our side does."""
+    """Starts each work with the initial weights and a new optimizer state, as this project's side
+    does.
+    """
     nonlocal latest
     if work != latest:
       trainer.model.load_state_dict(initial)
@@ -140,7 +142,7 @@ def grpo_works(folder, scratch, micro_batch):
 
 def dpo_works(folder, scratch, micro_batch):
   """Returns DPO works. Neighbouring rows are pairs; TRL expects a batch's chosen rows before its
-  rejected ones.
+  rejected rows.
   """
   arrays = tensors(padded(f'{folder}/equal.npz'))
   tokens = torch.cat([arrays['prompt_ids'], arrays['completion_ids']], 1)
