@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 from absl import logging
-from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxrl_llm.app.composition.archiving import archiver
@@ -27,7 +26,7 @@ from jaxrl_llm.app.composition.branch import make as make_branch
 from jaxrl_llm.app.composition.choices import write_choices
 from jaxrl_llm.app.composition.chosen import kept_choices, settle
 from jaxrl_llm.app.composition.engines import engine_setting
-from jaxrl_llm.app.composition.initial_weights import base_of, checkpoint_directory
+from jaxrl_llm.app.composition.exporting import export_models
 from jaxrl_llm.app.composition.loop_parts import build_parts
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
 from jaxrl_llm.app.composition.resources import Resources, open_resources
@@ -61,13 +60,11 @@ from jaxrl_llm.master.loop import LoopState, Outcome
 from jaxrl_llm.master.phases import Phase
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.models.api import build_model
-from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelSpec, RopeScaling
 from jaxrl_llm.parallel.coordination import grace_of
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 from jaxrl_llm.parallel.mesh import build_mesh
-from jaxrl_llm.rollout.publisher import Gatherer
 from jaxrl_llm.runtime import history
 from jaxrl_llm.runtime.archive import Archive
 from jaxrl_llm.runtime.checkpoint import Checkpoints
@@ -78,8 +75,6 @@ from jaxrl_llm.runtime.model_card import Origin, typed_command, write_run_card
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.report import build as build_report
 from jaxrl_llm.tasks.taskset import taskset_loader
-from jaxrl_llm.weights.hf import export
-from jaxrl_llm.weights.peft import export_adapter
 
 Stop = Callable[[int], object]
 """Function that stops a run after a commit. Its argument is the number of a signal."""
@@ -381,10 +376,8 @@ async def _complete(setup: Setup, prepared: Prepared | None, learned: Learned) -
   Args:
     prepared: prepared data in process 0; None in the other processes.
   """
-  config, path, process = setup.config, setup.workdir, setup.process
-  cards = await process.device.run(
-    _export, config, path, prepared, setup.model.spec, learned, process.mesh
-  )
+  config, path = setup.config, setup.workdir
+  cards = await export_models(setup, prepared, learned)
   if prepared is not None:
     await asyncio.to_thread(_finish, config, path, cards)
   if setup.archive is not None:
@@ -403,50 +396,6 @@ def _note_resume(
     progress.note(str(ready.origin.parent))
   for change in ready.origin.changes if ready.origin else ready.changed:
     progress.note(f'from step {step + 1} on, {change}')
-
-
-def _export(
-  config: Config,
-  path: pathlib.Path,
-  prepared: Prepared | None,
-  spec: ModelSpec,
-  learned: Learned,
-  mesh: Mesh,
-) -> dict[str, pathlib.Path]:
-  """Exports the models that a finished run has trained. Every process must call this function, but
-  only process 0 writes files.
-
-  Args:
-    prepared: prepared data in process 0; None in the other processes.
-
-  Returns:
-    The written directories, keyed by 'policy', 'critic' or 'adapter'.
-  """
-  gatherer, written = Gatherer(mesh), {'policy': path / 'hf'}
-  whole = learned.whole(learned.policy.params)
-  models = [(path / 'hf', Gatherer(mesh, config.policy.lora), whole, spec)]
-  if learned.critic is not None:
-    written['critic'] = path / 'critic'
-    models.append((path / 'critic', gatherer, learned.critic.params, with_head(spec, 'value')))
-  for directory, gatherer_of_model, params, spec_of_model in models:
-    if prepared is None:
-      gatherer_of_model.take_part(params)
-      continue
-    export(
-      directory,
-      gatherer_of_model.leaves(params),
-      spec_of_model,
-      dtype=config.policy.param_dtype,
-      tokenizer_dir=checkpoint_directory(config) or path / 'tokenizer',
-      eos_ids=prepared.tokenizer.stop_ids,
-      pad_id=prepared.tokenizer.pad_id,
-    )
-  if config.policy.lora is not None:
-    adapter = gatherer.gather(learned.policy.params)
-    if prepared is not None:
-      written['adapter'] = path / 'adapter'
-      export_adapter(path / 'adapter', adapter, spec, config.policy.lora, base=base_of(config))
-  return written
 
 
 def _announce(entry: history.Entry, step: int, events: Events) -> None:
@@ -551,7 +500,7 @@ def _finish(config: Config, path: pathlib.Path, cards: Mapping[str, pathlib.Path
   """Writes the model cards and the report of a finished run, and prints the summary.
 
   Args:
-    cards: directories of the exported models, keyed as in the result of `_export`.
+    cards: directories of the exported models, keyed as in the result of `export_models`.
   """
   command = typed_command(sys.argv)
   for part, directory in cards.items():

@@ -11,11 +11,14 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 
+TOKEN = 'token'
+"""Name of the file with the token of a directory; see `mark`."""
 _OWNER = '.owner'
 """Name of the file that the owner of a `scratch` directory keeps locked."""
 
@@ -38,6 +41,23 @@ def write_durably(path: pathlib.Path, text: str) -> None:
     os.fsync(file.fileno())
   temporary.replace(path)
   sync(path.parent)
+
+
+def mark(directory: pathlib.Path) -> str:
+  """Writes a new token into a directory, and returns it. By the token, processes of other hosts
+  recognise the directory if they see it (`is_seen`).
+  """
+  token = secrets.token_hex(16)
+  (directory / TOKEN).write_text(token)
+  return token
+
+
+def is_seen(directory: pathlib.Path, token: str) -> bool:
+  """Returns whether this process sees the directory into which `mark` has written a token."""
+  try:
+    return (directory / TOKEN).read_text() == token
+  except OSError:
+    return False
 
 
 def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:

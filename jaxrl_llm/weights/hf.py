@@ -29,6 +29,7 @@ from jaxrl_llm.weights.safetensors_files import SHARD_BYTES, load_params, save_p
 __all__ = [
   'SpecialTokens',
   'copy_tokenizer',
+  'describe',
   'export',
   'from_hf',
   'load_params',
@@ -146,16 +147,49 @@ def export(
 ) -> list[Path]:
   """Writes a model directory that transformers and vLLM can load without any conversion.
 
-  The weights are written last, so that their presence marks the directory as complete. A model with
-  a 'scalar' head is written for AutoModelForSequenceClassification, and a model with a 'value' head
-  for AutoModelForTokenClassification. Both are written with one label and without
-  generation_config.json. Raises UserError if `tokenizer_dir` has no tokenizer or the model cannot
-  be expressed in Hugging Face's form, and RunError if a file cannot be written.
+  The weights are written last, so that their presence marks the directory as complete. Raises
+  UserError if the model cannot be expressed in Hugging Face's form, and RunError if a file cannot
+  be written. For the other arguments and errors, see `describe`.
+
+  Args:
+    params: parameter tree of NumPy arrays or addressable JAX arrays, with stacked layers (scanned)
+      or separate layers (unrolled); or a stream of its arrays, see `save_params`.
+    shard_bytes: maximum size of a weights file in bytes; see `save_params`.
+
+  Returns:
+    Paths of the weights files.
+  """
+  describe(
+    directory,
+    spec,
+    dtype=dtype,
+    tokenizer_dir=tokenizer_dir,
+    eos_ids=eos_ids,
+    pad_id=pad_id,
+    bos_id=bos_id,
+  )
+  return save_params(directory, params, spec, dtype=dtype, shard_bytes=shard_bytes)
+
+
+def describe(
+  directory: str | Path,
+  spec: ModelSpec,
+  *,
+  dtype: str,
+  tokenizer_dir: str | Path | None,
+  eos_ids: Sequence[int],
+  pad_id: int | None,
+  bos_id: int | None = None,
+) -> None:
+  """Writes everything of a model directory but the weights.
+
+  A model with a 'scalar' head is written for AutoModelForSequenceClassification, and a model with a
+  'value' head for AutoModelForTokenClassification. Both are written with one label and without
+  generation_config.json. Raises UserError if `tokenizer_dir` has no tokenizer, and RunError if a
+  file cannot be written.
 
   Args:
     directory: output directory, created if missing.
-    params: parameter tree of NumPy arrays or addressable JAX arrays, with stacked layers (scanned)
-      or separate layers (unrolled); or a stream of its arrays, see `save_params`.
     spec: spec of the model.
     dtype: data type of the weights in the files.
     tokenizer_dir: directory from which the tokenizer and its chat templates are copied. If None,
@@ -164,10 +198,6 @@ def export(
     pad_id: id of the padding token, or None if there is none. If it is None and the head is
       'scalar', see `write_config`.
     bos_id: id of the beginning-of-text token, or None if there is none.
-    shard_bytes: maximum size of a weights file in bytes; see `save_params`.
-
-  Returns:
-    Paths of the weights files.
   """
   directory = Path(directory)
   if tokenizer_dir is not None and not any(
@@ -193,7 +223,6 @@ def export(
     if tokenizer_dir is not None:
       _warn_of_misreading(find_family(spec.family), Path(tokenizer_dir))
       copy_tokenizer(tokenizer_dir, directory)
-  return save_params(directory, params, spec, dtype=dtype, shard_bytes=shard_bytes)
 
 
 _HUB_ID = re.compile(r'[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?')

@@ -12,10 +12,11 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -28,6 +29,7 @@ from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.weights.hf_config import read_json, write_json
 from jaxrl_llm.weights.layout import StoredArray, dtype_of, fill, hf_parts, to_hf
+from jaxrl_llm.weights.shares import share_of
 from jaxrl_llm.weights.tables import Inventory, TensorEntry, entries, zeros
 from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter
 
@@ -246,82 +248,180 @@ def save_params(
     UserError: the parameters do not match the model.
     RunError: the files cannot be written.
   """
-  directory, to = Path(directory), dtype_of(dtype)
-  shards = _plan_shards(spec, to.itemsize, shard_bytes)
-  parts = _tensors(params, spec)
-  names = [
-    _SINGLE if len(shards) == 1 else f'model-{number:05d}-of-{len(shards):05d}.safetensors'
-    for number in range(1, len(shards) + 1)
-  ]
-  unfinished = {name: directory / f'{name}{_UNFINISHED}' for name in names}
+  plan = plan_files(spec, dtype=dtype, shard_bytes=shard_bytes)
+  write_files(directory, plan, params)
+  return reveal_files(directory, plan)
+
+
+class FilePlan(NamedTuple):
+  """Distribution of a model's tensors over weights files, and of these over the processes that
+  write them.
+  """
+
+  spec: ModelSpec
+  dtype: str
+  """Hugging Face name of the data type of the tensors in the files."""
+  writers: tuple[Mapping[str, tuple[TensorEntry, ...]], ...]
+  """For each process, the tensors of the files that it writes, keyed by file name."""
+
+  @property
+  def files(self) -> dict[str, tuple[TensorEntry, ...]]:
+    """The tensors of all files, keyed by file name."""
+    return {name: tensors for files in self.writers for name, tensors in files.items()}
+
+
+def plan_files(
+  spec: ModelSpec, *, dtype: str, shard_bytes: int = SHARD_BYTES, writers: int = 1
+) -> FilePlan:
+  """Plans the weights files of a model that `writers` processes write. For `shard_bytes`, see
+  `save_params`.
+  """
+  if shard_bytes <= 0:
+    raise UserError(f'shard_bytes is {shard_bytes}, wanted a positive number of bytes')
+  itemsize = dtype_of(dtype).itemsize
+  shares = [[*entries(spec), *zeros(spec)]]
+  if writers > 1:
+    names = [share_of(spec, number, writers) for number in range(writers)]
+    shares = [[entry for entry in entries(spec) if entry.hf in share] for share in names]
+    shares[0] += zeros(spec)
+  shards = [_divide(share, itemsize, shard_bytes) for share in shares]
+  count, number = sum(map(len, shards)), 0
+  files: list[dict[str, tuple[TensorEntry, ...]]] = []
+  for of_writer in shards:
+    files.append({})
+    for shard in of_writer:
+      number += 1
+      name = _SINGLE if count == 1 else f'model-{number:05d}-of-{count:05d}.safetensors'
+      files[-1][name] = tuple(shard)
+  return FilePlan(spec, dtype, tuple(files))
+
+
+def write_files(
+  directory: str | Path,
+  plan: FilePlan,
+  params: Params | Iterable[tuple[str, Shaped[np.ndarray, '...']]],
+  number: int = 0,
+) -> dict[str, str]:
+  """Writes the files of process `number` under unfinished names, and flushes them to disk.
+
+  Args:
+    directory: output directory, created if missing.
+    params: see `save_params`. If several processes write, this is the stream of the parameters of
+      the process's share.
+
+  Returns:
+    xxh3-128 digest of each written tensor, keyed by its name in the files.
+
+  Raises:
+    UserError: the parameters do not match the model.
+    RunError: the files cannot be written.
+  """
+  directory, files = Path(directory), plan.writers[number]
+  share = {entry.hf for tensors in files.values() for entry in tensors}
+  unfinished = {name: unfinished_file(directory, name) for name in files}
   with writing(directory):
     directory.mkdir(parents=True, exist_ok=True)
     try:
       with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(TensorWriter(dtype))
-        for name, shard in zip(names, shards, strict=True):
-          file = stack.enter_context(unfinished[name].open('wb', buffering=0))
-          layout = FileLayout({e.hf: e.shape for e in sorted(shard, key=lambda e: e.hf)}, dtype)
-          writer.open(file, layout)
-        for entry, rows in parts:
+        writer, opened = stack.enter_context(TensorWriter(plan.dtype)), []
+        for name, tensors in files.items():
+          opened.append(stack.enter_context(unfinished[name].open('wb', buffering=0)))
+          shapes = {e.hf: e.shape for e in sorted(tensors, key=lambda e: e.hf)}
+          writer.open(opened[-1], FileLayout(shapes, plan.dtype))
+        for entry, rows in _tensors(params, plan.spec, share):
           writer.add(entry.hf, rows, whole=rows.shape == entry.shape)
-        writer.finish()
+        digests = writer.finish()
+        for file in opened:
+          os.fsync(file.fileno())
     except BaseException:
-      for path in unfinished.values():
-        path.unlink(missing_ok=True)
+      _discard(unfinished.values())
       raise
+  return digests
+
+
+def reveal_files(directory: str | Path, plan: FilePlan) -> list[Path]:
+  """Gives the files of all processes their final names, writes the index if there are several
+  files, and removes other weights files. Returns the paths of the weights files.
+
+  Raises RunError if this fails.
+  """
+  directory, files = Path(directory), plan.files
+  with writing(directory):
     # Delete the old index first, so that old and new shards cannot be loaded together as a model if
     # this process is interrupted.
     (directory / _INDEX).unlink(missing_ok=True)
-    for name, path in unfinished.items():
+    for name in files:
       # Other users must be able to read the file, as they can read the other files.
-      path.chmod(0o644)
-      path.replace(directory / name)
+      unfinished_file(directory, name).chmod(0o644)
+      unfinished_file(directory, name).replace(directory / name)
     for path in directory.iterdir():
       weights = _WEIGHT_FILE.fullmatch(path.name.removesuffix(_UNFINISHED))
-      if weights and path.name not in names:
+      if weights and path.name not in files:
         path.unlink()
-    if len(shards) > 1:
-      total = sum(_bytes(entry, to.itemsize) for shard in shards for entry in shard)
-      written = {e.hf: name for name, shard in zip(names, shards, strict=True) for e in shard}
+    if len(files) > 1:
+      itemsize = dtype_of(plan.dtype).itemsize
+      total = sum(_bytes(entry, itemsize) for tensors in files.values() for entry in tensors)
+      written = {entry.hf: name for name, tensors in files.items() for entry in tensors}
       write_json(
         directory / _INDEX,
         {'metadata': {'total_size': total}, 'weight_map': dict(sorted(written.items()))},
       )
-  count = sum(map(len, shards))
-  logging.info('wrote %d tensors to %d files in %s as %s', count, len(names), directory, dtype)
-  return [directory / name for name in names]
+  count = sum(map(len, files.values()))
+  logging.info('wrote %d tensors to %d files in %s as %s', count, len(files), directory, plan.dtype)
+  return [directory / name for name in files]
+
+
+def discard_files(directory: str | Path, plan: FilePlan) -> None:
+  """Removes the unfinished files of all processes, as far as possible."""
+  _discard(unfinished_file(Path(directory), name) for name in plan.files)
+
+
+def _discard(paths: Iterable[Path]) -> None:
+  for path in paths:
+    with contextlib.suppress(OSError):
+      path.unlink(missing_ok=True)
 
 
 _UNFINISHED = '.unfinished'
 """Suffix of the names of files that are still being written."""
 
 
+def unfinished_file(directory: Path, name: str) -> Path:
+  """Returns the path of a weights file until `reveal_files` gives it its final name."""
+  return directory / f'{name}{_UNFINISHED}'
+
+
 def _tensors(
-  params: Params | Iterable[tuple[str, Shaped[np.ndarray, '...']]], spec: ModelSpec
+  params: Params | Iterable[tuple[str, Shaped[np.ndarray, '...']]],
+  spec: ModelSpec,
+  share: Collection[str],
 ) -> Iterator[tuple[TensorEntry, Shaped[np.ndarray, '...']]]:
-  """Returns the tensors of a model's files, including the tensors of `tables.zeros`. A tensor may
-  come in parts.
+  """Returns the tensors of a share of a model's files, including the tensors of `tables.zeros`. A
+  tensor may come in parts. A tree must have all parameters of the model.
+
+  Args:
+    share: names of the tensors in the files.
   """
   if isinstance(params, Mapping):
     by_name = {entry.hf: entry for entry in (*entries(spec), *zeros(spec))}
-    return ((by_name[name], tensor) for name, tensor in to_hf(params, spec))
-  more = ((entry, np.zeros(entry.shape, np.float32)) for entry in zeros(spec))
-  return itertools.chain(hf_parts(params, spec), more)
+    return ((by_name[name], array) for name, array in to_hf(params, spec) if name in share)
+  more = ((entry, np.zeros(entry.shape, np.float32)) for entry in zeros(spec) if entry.hf in share)
+  return itertools.chain(hf_parts(params, spec, share), more)
 
 
 def _bytes(entry: TensorEntry, itemsize: int) -> int:
   return int(np.prod(entry.shape)) * itemsize
 
 
-def _plan_shards(spec: ModelSpec, itemsize: int, shard_bytes: int) -> list[list[TensorEntry]]:
-  if shard_bytes <= 0:
-    raise UserError(f'shard_bytes is {shard_bytes}, wanted a positive number of bytes')
-  shards: list[list[TensorEntry]] = [[]]
+def _divide(
+  tensors: Iterable[TensorEntry], itemsize: int, shard_bytes: int
+) -> list[list[TensorEntry]]:
+  """Divides tensors into files of at most `shard_bytes`. A larger tensor gets a separate file."""
+  shards: list[list[TensorEntry]] = []
   size = 0
-  for entry in (*entries(spec), *zeros(spec)):
+  for entry in tensors:
     size += _bytes(entry, itemsize)
-    if shards[-1] and size > shard_bytes:
+    if not shards or size > shard_bytes:
       shards.append([])
       size = _bytes(entry, itemsize)
     shards[-1].append(entry)

@@ -56,6 +56,8 @@ class ExportedVersion:
   step: int
   files: Mapping[str, FileDigest]
   """Files of the directory other than the manifest, keyed by name."""
+  tensors: str | None = None
+  """Digest of the tensors (`digest_of_tensors`); None in manifests that were written without it."""
 
   @property
   def version(self) -> Version:
@@ -63,31 +65,78 @@ class ExportedVersion:
 
   @property
   def digest(self) -> str:
-    """Digest of the weights. Versions with the same weights have the same digest."""
+    """Digest of the weights. Versions with the same weights have the same digest, unless one of
+    their manifests has no `tensors`.
+    """
+    if self.tensors is not None:
+      return self.tensors
     weights = {name: file for name, file in self.files.items() if name.endswith('.safetensors')}
     text = ' '.join(f'{name} {weights[name].digest}' for name in sorted(weights))
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def unfinished_directory(folder: pathlib.Path, version: Version) -> pathlib.Path:
+  """Returns the directory into which a version is written."""
+  return folder / f'{_name(version)}.tmp'
 
 
 def begin(folder: pathlib.Path, version: Version) -> pathlib.Path:
   """Creates and returns the directory into which a version is written. `complete` later gives the
   directory its final name.
   """
-  unfinished = folder / f'{_name(version)}.tmp'
+  unfinished = unfinished_directory(folder, version)
   shutil.rmtree(unfinished, ignore_errors=True)
   unfinished.mkdir(parents=True)
   return unfinished
 
 
-def complete(unfinished: pathlib.Path, version: Version, *, run: str, keep: int) -> pathlib.Path:
+def digest_of_tensors(digests: Mapping[str, str]) -> str:
+  """Returns a digest of a model's weights that does not depend on how its tensors are distributed
+  over files.
+
+  Args:
+    digests: digest of each tensor's bytes, keyed by its Hugging Face name.
+  """
+  text = ' '.join(f'{name} {digests[name]}' for name in sorted(digests))
+  return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def digest_of_file(path: pathlib.Path) -> FileDigest:
+  """Reads a file and returns its size and digest."""
+  return FileDigest(size=path.stat().st_size, digest=_digest(path))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportedWeights:
+  """Digests of the weights of an export."""
+
+  tensors: Mapping[str, str]
+  """xxh3-128 digest of each tensor, keyed by its name in the files."""
+  files: Mapping[str, FileDigest]
+  """Size and digest of each weights file, keyed by name."""
+
+
+def complete(
+  unfinished: pathlib.Path, version: Version, weights: ExportedWeights, *, run: str, keep: int
+) -> pathlib.Path:
   """Writes the manifest, gives the directory its final name and removes all but the `keep` newest
   versions. Returns the directory.
+
+  Args:
+    weights: digests of the weights. Their files are on disk already.
   """
-  files = {}
+  files = dict(weights.files)
   for path in sorted(unfinished.iterdir()):
-    sync(path)
-    files[path.name] = FileDigest(size=path.stat().st_size, digest=_digest(path))
-  manifest = ExportedVersion(run=run, attempt=version.attempt, step=version.step, files=files)
+    if path.name not in files:
+      sync(path)
+      files[path.name] = digest_of_file(path)
+  manifest = ExportedVersion(
+    run=run,
+    attempt=version.attempt,
+    step=version.step,
+    files=files,
+    tensors=digest_of_tensors(weights.tensors),
+  )
   write_durably(unfinished / MANIFEST, json.dumps(to_json(manifest)))
   folder, final = unfinished.parent, unfinished.with_suffix('')
   (folder / _DIGESTS).mkdir(exist_ok=True)
@@ -154,8 +203,8 @@ def verified(directory: pathlib.Path) -> ExportedVersion:
     )
   for name, wanted in manifest.files.items():
     try:
-      size = check_regular(directory / name)
-      found = FileDigest(size=size, digest=_digest(directory / name))
+      check_regular(directory / name)
+      found = digest_of_file(directory / name)
     except (OSError, ValueError) as error:
       raise UserError(f'{directory / name}: cannot be read ({error})') from None
     if found != wanted:

@@ -79,7 +79,9 @@ def test_two_processes_leave_a_whole_run(two_processes):
     ('ppo', 18),
     ('ppo', 21),
   ]
-  assert (two_processes / 'hf' / 'model.safetensors').exists()
+  for part in ('hf', 'critic'):
+    files = sorted(path.name for path in (two_processes / part).glob('*.safetensors'))
+    assert files == [f'model-0000{number}-of-00002.safetensors' for number in (1, 2)]
   losses = [r['actor/sft_loss'] for r in job.rows(two_processes) if 'actor/sft_loss' in r]
   assert losses[-1] < losses[0] - 0.3
   assert audit(two_processes / 'replay').ok

@@ -12,12 +12,18 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.weights import versions
 
 
-def add(folder, attempt, step, *, keep=3, content=b'weights'):
+def add(folder, attempt, step, *, keep=3, content=b'weights', files=('model.safetensors',)):
+  """Each file has an equal part of the content, and each byte stands for a tensor."""
   version = Version(attempt, step)
   unfinished = versions.begin(folder, version)
-  (unfinished / 'model.safetensors').write_bytes(content)
+  for number, name in enumerate(files):
+    (unfinished / name).write_bytes(content[number :: len(files)])
+  weights = versions.ExportedWeights(
+    tensors={f'tensor {i}': str(byte) for i, byte in enumerate(content)},
+    files={name: versions.digest_of_file(unfinished / name) for name in files},
+  )
   (unfinished / 'config.json').write_text('{}')
-  return versions.complete(unfinished, version, run='a run', keep=keep)
+  return versions.complete(unfinished, version, weights, run='a run', keep=keep)
 
 
 def test_the_newest_is_of_the_last_start_and_only_some_are_kept(tmp_path):
@@ -44,6 +50,23 @@ def test_digests_tell_whether_the_same_weights_were_exported_again(tmp_path):
   versions.withdraw_later(tmp_path, 3)
   add(tmp_path, 3, 4, content=b'others')
   assert versions.exported_digest(tmp_path, 4) not in (None, first.digest)
+
+
+def test_the_digest_of_weights_does_not_depend_on_the_files(tmp_path):
+  alone = versions.verified(add(tmp_path, 1, 4))
+  together = versions.verified(add(tmp_path, 2, 4, files=('a.safetensors', 'b.safetensors')))
+  assert together.files != alone.files and together.digest == alone.digest
+  assert versions.verified(add(tmp_path, 3, 4, content=b'wegihts')).digest != alone.digest
+
+
+def test_a_manifest_without_a_digest_of_tensors_is_read(tmp_path):
+  """As versions before this digest wrote it."""
+  directory = add(tmp_path, 1, 4)
+  _manifest(lambda manifest: manifest.pop('tensors'))(directory)
+  old = versions.verified(directory)
+  _manifest(lambda manifest: manifest['files'].pop('config.json'))(directory)
+  (directory / 'config.json').unlink()
+  assert versions.verified(directory).digest == old.digest
 
 
 def test_unfinished_versions_are_no_versions(tmp_path):

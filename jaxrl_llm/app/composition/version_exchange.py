@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 from absl import logging
 
+from jaxrl_llm.app.composition.exporting import ModelExport, export_together
 from jaxrl_llm.app.composition.initial_weights import checkpoint_directory
 from jaxrl_llm.app.composition.prepare import Prepared
 from jaxrl_llm.app.composition.setup import Setup
@@ -34,7 +36,7 @@ from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.replay.shared import SHARED, SharedVersion
 from jaxrl_llm.rollout.publisher import Gatherer
 from jaxrl_llm.weights import versions
-from jaxrl_llm.weights.hf import export, read_spec
+from jaxrl_llm.weights.hf import describe, read_spec
 
 POLL_S = 0.5
 """Seconds between two checks for a new version."""
@@ -116,33 +118,44 @@ class VersionExchange:
   async def export(self, stage: Stage, state: LoopState) -> None:
     if self._exported and (state.step - stage.start) % stage.export_every:
       return
-    await self._setup.process.device.run(self._export, stage, state)
+    setup, learned = self._setup, state.learned
+    version = Version(state.attempt, state.step)
+    folder = setup.workdir / versions.VERSIONS
+    model = ModelExport(
+      directory=versions.unfinished_directory(folder, version),
+      gatherer=Gatherer(setup.process.mesh, setup.config.policy.lora),
+      params=learned.whole(learned.policy.params),
+      spec=setup.model.spec,
+      dtype=setup.config.policy.param_dtype,
+    )
+    weights = await export_together(
+      setup.process,
+      model,
+      None if self._prepared is None else lambda: self._describe(model, version),
+      digests=True,
+    )
+    if weights is not None:
+      source = next(s.source for s in setup.config.stages if s.name == stage.name)
+      await asyncio.to_thread(
+        functools.partial(versions.complete, run=self._run, keep=source.keep_versions),
+        *(model.directory, version, weights),
+      )
     self._exported = True
 
-  def _export(self, stage: Stage, state: LoopState) -> None:
-    setup, learned = self._setup, state.learned
-    gatherer = Gatherer(setup.process.mesh, setup.config.policy.lora)
-    params = learned.whole(learned.policy.params)
-    if self._prepared is None:
-      gatherer.take_part(params)
-      return
-    folder = setup.workdir / versions.VERSIONS
+  def _describe(self, model: ModelExport, version: Version) -> None:
+    """Creates the directory of an export, with everything but the weights."""
+    setup, folder, tokenizer = self._setup, model.directory.parent, self._prepared.tokenizer
     if not self._exported:
-      versions.withdraw_later(folder, state.step)
-    version = Version(state.attempt, state.step)
-    unfinished = versions.begin(folder, version)
-    tokenizer = self._prepared.tokenizer
-    export(
-      unfinished,
-      gatherer.leaves(params),
-      setup.model.spec,
-      dtype=setup.config.policy.param_dtype,
+      versions.withdraw_later(folder, version.step)
+    versions.begin(folder, version)
+    describe(
+      model.directory,
+      model.spec,
+      dtype=model.dtype,
       tokenizer_dir=checkpoint_directory(setup.config) or setup.workdir / TOKENIZER,
       eos_ids=tokenizer.stop_ids,
       pad_id=tokenizer.pad_id,
     )
-    source = next(s.source for s in setup.config.stages if s.name == stage.name)
-    versions.complete(unfinished, version, run=self._run, keep=source.keep_versions)
 
   async def follow(self, stage: Stage, state: LoopState) -> LoopState:
     coordinator, process = self._setup.process.coordinator, self._setup.process

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import secrets
 import shutil
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxrl_llm.core.disk import sync
+from jaxrl_llm.core.disk import TOKEN, mark, sync
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.core.trees import unflatten
@@ -35,7 +34,6 @@ from jaxrl_llm.models.spec import LoraConfig, ModelSpec
 from jaxrl_llm.rollout.vllm.pull.bundle import atom_slices
 from jaxrl_llm.rollout.vllm.shares import (
   FILE,
-  TOKEN,
   Proof,
   RemoteFile,
   ShareOrder,
@@ -295,10 +293,10 @@ class PublicationFolder:
     """
     if self._full_every > 1:
       return None
-    unfinished, token = self.root / 'unfinished', secrets.token_hex(16)
+    unfinished = self.root / 'unfinished'
     with writing(self.root), self._lock:
       unfinished.mkdir(exist_ok=True)
-      (unfinished / TOKEN).write_text(token)
+      token = mark(unfinished)
     self._tokens = {path: known for path, known in self._tokens.items() if path.exists()}
     return ShareOrder(
       directory=str(unfinished.absolute()),

@@ -2,16 +2,13 @@
 into a file of its own, and process 0 makes the version visible. A process that does not see process
 0's directory keeps its file in its own memory, and serves it to the hosts that fetch weights.
 
-Invariant: the shares of all processes together are all tensors, and each tensor is in one share.
-Every process derives them from the model's spec alone.
+The module `weights.shares` determines the shares.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
-import math
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -21,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from absl import logging
 
-from jaxrl_llm.core.disk import scratch
+from jaxrl_llm.core.disk import is_seen, scratch
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.net.connections import is_loopback
 from jaxrl_llm.core.net.token_server import FrontConfig
@@ -32,6 +29,7 @@ from jaxrl_llm.rollout.vllm.pull.server import WeightServer
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.layout import hf_parts
 from jaxrl_llm.weights.safetensors_files import writing
+from jaxrl_llm.weights.shares import parameters_of, share_of
 from jaxrl_llm.weights.tables import entries
 from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter
 
@@ -92,17 +90,6 @@ def share_file(number: int) -> str:
   return FILE if number == 0 else f'weights-{number}.safetensors'
 
 
-def share_of(spec: ModelSpec, number: int, count: int) -> frozenset[str]:
-  """Returns the Hugging Face names of the tensors that process `number` of `count` writes. The
-  shares have similar sizes.
-  """
-  shares: list[tuple[int, int, set[str]]] = [(0, i, set()) for i in range(count)]
-  for entry in sorted(entries(spec), key=lambda entry: (-math.prod(entry.shape), entry.hf)):
-    size, index, names = heapq.heappop(shares)
-    heapq.heappush(shares, (size + math.prod(entry.shape), index, names | {entry.hf}))
-  return frozenset(next(names for _, index, names in shares if index == number))
-
-
 def share_layout(spec: ModelSpec, number: int, count: int, dtype: str) -> FileLayout:
   """Returns the layout of the file that process `number` of `count` writes."""
   names = share_of(spec, number, count)
@@ -158,7 +145,7 @@ class ShareOrder(NamedTuple):
   directory: str
   """Directory of the unfinished version."""
   token: str
-  """Content of the file `TOKEN` there, by which a process recognises the directory."""
+  """Token of the directory, by which a process recognises it (`core.disk.is_seen`)."""
   dtype: str
   """Hugging Face name of the data type of the tensors."""
   slices: Mapping[str, Collection[Slice]]
@@ -186,7 +173,6 @@ class ShareOrder(NamedTuple):
     return cls(**{**value, **changed})
 
 
-TOKEN = 'token'
 _MEMORY = '/dev/shm'
 """Directory in memory, in which processes that do not see process 0's directory write."""
 _VERSIONS = 3
@@ -216,7 +202,7 @@ class VllmShareWriter:
     publishes, or can keep and serve its shares.
     """
     asked = ShareOrder.from_json(order)
-    if _sees(asked):
+    if is_seen(Path(asked.directory), asked.token):
       return True
     if asked.source is None:
       return False
@@ -248,8 +234,7 @@ class VllmShareWriter:
 
   def names(self, number: int, count: int) -> Collection[str]:
     """Returns the names in the unrolled tree of the parameters that process `number` writes."""
-    share = share_of(self._spec, number, count)
-    return {entry.unrolled for entry in entries(self._spec) if entry.hf in share}
+    return parameters_of(self._spec, number, count)
 
   def write(
     self, order: Json, number: int, count: int, leaves: Iterable[tuple[str, np.ndarray]]
@@ -263,7 +248,7 @@ class VllmShareWriter:
     """
     asked, leaves = ShareOrder.from_json(order), iter(leaves)
     try:
-      if _sees(asked):
+      if is_seen(Path(asked.directory), asked.token):
         return {'proof': write_share(self._spec, asked, number, count, leaves).to_json()}
       return self._write_here(asked, number, count, leaves)
     except (RunError, UserError) as error:
@@ -294,14 +279,6 @@ class VllmShareWriter:
       'proof': proof.to_json(),
       'remote': RemoteFile(self._server.address, file).to_json(),
     }
-
-
-def _sees(order: ShareOrder) -> bool:
-  """Returns whether this process sees the directory into which process 0 publishes."""
-  try:
-    return (Path(order.directory) / TOKEN).read_text() == order.token
-  except OSError:
-    return False
 
 
 def write_share(

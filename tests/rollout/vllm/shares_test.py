@@ -8,21 +8,16 @@ import pytest
 from fleets import MODEL, A, B, fleet_over, places, run, tensors, versions, wave, weights
 from parameters import random_params
 
+from jaxrl_llm.core.disk import TOKEN
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.families import FAMILIES, tiny
 from jaxrl_llm.rollout.api import SharedWrite, Weights
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder, read_published
-from jaxrl_llm.rollout.vllm.shares import (
-  TOKEN,
-  Proof,
-  ShareOrder,
-  VllmShareWriter,
-  share_file,
-  share_of,
-)
+from jaxrl_llm.rollout.vllm.shares import Proof, ShareOrder, VllmShareWriter, share_file
 from jaxrl_llm.weights.checksums import Slice
+from jaxrl_llm.weights.shares import share_of
 from jaxrl_llm.weights.tables import entries
 
 V1 = Version(0, 1)

@@ -1,0 +1,33 @@
+"""Shares of a model's tensors, which the processes of the trainer write side by side.
+
+Invariant: the shares of all processes together are all tensors, and each tensor is in one share.
+Every process derives them from the model's spec alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection
+
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.weights.tables import entries
+
+
+def share_of(spec: ModelSpec, number: int, count: int) -> frozenset[str]:
+  """Returns the Hugging Face names of the tensors that process `number` of `count` writes. The
+  shares have similar sizes.
+  """
+  shares: list[tuple[int, int, set[str]]] = [(0, i, set()) for i in range(count)]
+  for entry in sorted(entries(spec), key=lambda entry: (-math.prod(entry.shape), entry.hf)):
+    size, index, names = heapq.heappop(shares)
+    heapq.heappush(shares, (size + math.prod(entry.shape), index, names | {entry.hf}))
+  return frozenset(next(names for _, index, names in shares if index == number))
+
+
+def parameters_of(spec: ModelSpec, number: int, count: int) -> Collection[str]:
+  """Returns the names in the unrolled tree of the parameters that process `number` of `count`
+  writes.
+  """
+  share = share_of(spec, number, count)
+  return {entry.unrolled for entry in entries(spec) if entry.hf in share}

@@ -1,0 +1,121 @@
+"""Real processes that write one model together."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from typing import NamedTuple
+
+import job
+import ml_dtypes
+import pytest
+from parameters import random_params
+from safetensors.numpy import load_file
+from together import DEVICES, SPEC
+
+from jaxrl_llm.weights.hf import load_params, read_spec, save_params
+from jaxrl_llm.weights.safetensors_files import plan_files
+from jaxrl_llm.weights.versions import digest_of_file
+
+pytestmark = pytest.mark.full
+
+
+class Job(NamedTuple):
+  folder: object
+  codes: tuple[int, ...]
+  lines: tuple[dict[str, dict], ...]
+  """What each process printed, keyed by the export's name."""
+
+
+@pytest.fixture(scope='module')
+def done(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('together')
+  with socket.socket() as listener:
+    listener.bind(('127.0.0.1', 0))
+    port = listener.getsockname()[1]
+  devices = f'--xla_force_host_platform_device_count={DEVICES}'
+  started = [
+    subprocess.Popen(
+      [sys.executable, 'tests/support/together.py', folder, '2', str(number), str(port)],
+      cwd=job.ROOT,
+      env=job.environment(XLA_FLAGS=devices) | {'PYTHONPATH': str(job.ROOT)},
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+    )
+    for number in range(2)
+  ]
+  ended = [process.communicate(timeout=300) for process in started]
+  lines = [
+    {
+      line['name']: line
+      for text in out.splitlines()
+      if text[:1] == '{'
+      for line in [json.loads(text)]
+    }
+    for out, _ in ended
+  ]
+  assert all('seen' in of_process for of_process in lines), ended
+  return Job(folder, tuple(process.returncode for process in started), tuple(lines))
+
+
+@pytest.fixture(scope='module')
+def alone(tmp_path_factory):
+  """The tensors that one process exports."""
+  directory = tmp_path_factory.mktemp('alone')
+  save_params(directory, random_params(SPEC, seed=1), SPEC, dtype='bfloat16')
+  return load_file(directory / 'model.safetensors')
+
+
+def same_tensors(files, wanted):
+  read = {name: tensor for path in files for name, tensor in load_file(path).items()}
+  assert read.keys() == wanted.keys()
+  assert all(read[name].tobytes() == wanted[name].tobytes() for name in wanted)
+
+
+def weights_files(directory):
+  return sorted(path.name for path in directory.iterdir() if 'safetensors' in path.name)
+
+
+def test_each_process_exports_a_share_and_the_tensors_are_those_of_one(done, alone):
+  plan = plan_files(SPEC, dtype='bfloat16', writers=2)
+  names = sorted(plan.files)
+  assert len(names) == 2 and all(len(files) == 1 for files in plan.writers)
+  directory = done.folder / 'seen'
+  assert weights_files(directory) == [*names, 'model.safetensors.index.json']
+  assert not (directory / 'token').exists()
+  same_tensors([directory / name for name in names], alone)
+  made = done.lines[0]['seen']['made']
+  assert {name: digest_of_file(directory / name).digest for name in names} == {
+    name: file['digest'] for name, file in made['files'].items()
+  }
+  assert made['tensors'].keys() == alone.keys()
+  assert read_spec(directory) == SPEC
+  read = load_params(directory, SPEC, dtype='bfloat16')
+  assert read['norm']['scale'].dtype == ml_dtypes.bfloat16
+
+
+def test_process_0_exports_alone_if_another_does_not_see_the_directory(done, alone):
+  directory = done.folder / 'unseen'
+  assert weights_files(directory) == ['model.safetensors']
+  same_tensors([directory / 'model.safetensors'], alone)
+  assert not (done.folder / 'elsewhere').exists()
+
+
+@pytest.mark.parametrize(('name', 'number'), [('failing', 1), ('failing first', 0)])
+def test_an_export_that_one_process_cannot_write_fails_in_all_and_leaves_no_weights(
+  done, name, number
+):
+  for lines in done.lines:
+    assert f'process {number} could not write its share' in lines[name]['error']
+    assert 'Is a directory' in lines[name]['error'] and '\n' not in lines[name]['error']
+  blocked = [f'model-{number + 1:05d}-of-00002.safetensors.unfinished']
+  assert weights_files(done.folder / name) == blocked
+
+
+def test_an_export_whose_process_is_killed_is_no_model(done):
+  # Process 0 ends with its own error, or JAX ends it.
+  assert done.codes[1] == -signal.SIGKILL and done.codes[0] in (75, -signal.SIGABRT)
+  left = weights_files(done.folder / 'killed')
+  assert not [name for name in left if not name.endswith('.unfinished')]
