@@ -63,8 +63,8 @@ class LoopState:
 class Keeper(Protocol):
   """Writes metrics, evaluates and commits. Every process has a keeper.
 
-  If a signal interrupts an evaluation, the state that the method returns has `evaluated` False and
-  the number of the signal in `stop`.
+  If a signal interrupts an evaluation, the method that runs the evaluation returns a state in which
+  `evaluated` is False and `stop` is the number of the signal.
   """
 
   async def start(self, state: LoopState, stage: Stage) -> LoopState: ...
@@ -216,7 +216,7 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
     # A later stage may start from the weights of this stage's last commit.
     await parts.keeper.settle()
   with process.stopwatch.timed('enter'):
-    del trainer  # Freeing its programs takes time, which is counted here as `enter`.
+    del trainer  # Freeing the trainer's programs takes time, which is counted here as `enter`.
   return state
 
 

@@ -44,9 +44,9 @@ _NOT_KEPT = {
   'derived': f"t.operator = '{AWAITED}'",
   'open_segment': 'TRUE',
 }
-"""SQL conditions on the rows that must not be deleted although their step is that of the commit or
-later, keyed by table (t). They are the rows of samples in `kept` (k) up to the moment at which the
-sample began to wait.
+"""SQL conditions, keyed by table (t), that are true for rows that must not be deleted although
+their step is that of the commit or later. These rows belong to samples in `kept` (k), and were
+written no later than the moment at which the sample began to wait.
 """
 
 _OF_SAMPLE = 'FROM transitions t WHERE t.uid = samples.uid AND t.attempt = samples.attempt'

@@ -206,7 +206,7 @@ class UnsharedBatch:
       os.fsync(file.fileno())
 
   def share(self) -> None:
-    """Lets readers see the batch."""
+    """Makes the batch visible to readers."""
     self._unfinished.replace(self._path)
     sync(self._path.parent)
 

@@ -248,7 +248,7 @@ class StepWriter:
     """Records that stored samples, the members of one group, wait for delayed rewards.
 
     Args:
-      texts: text of each sample that is shown to its judges, keyed by uid.
+      texts: text to show to the people and programs that judge a sample, keyed by the sample's uid.
     """
     with self._connection.transaction():
       self.derive([(uid, AWAITED, awaited.to_json(text)) for uid, text in texts.items()])

@@ -53,8 +53,9 @@ class ProcessorContext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DedupConfig:
-  """Drops tasks that occur earlier in this taskset or in a taskset that is processed before it.
-  Evaluation tasksets are processed first, and then the others in their configured order.
+  """Options of a processor that drops tasks that occur earlier in this taskset or in a taskset that
+  is processed before it. Evaluation tasksets are processed first, and then the others in their
+  configured order.
   """
 
   near: bool = True
@@ -65,7 +66,9 @@ class DedupConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthConfig:
-  """Drops tasks whose prompts are shorter or longer than the limits, in tokens."""
+  """Options of a processor that drops tasks whose prompts are shorter or longer than the limits, in
+  tokens.
+  """
 
   min_tokens: int = 0
   max_tokens: int | None = None
@@ -79,7 +82,9 @@ class LengthConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerKindConfig:
-  """Drops tasks whose answers are easily guessed (Kimi k1.5, arXiv:2501.12599, 2.1)."""
+  """Options of a processor that drops tasks whose answers are easily guessed (Kimi k1.5,
+  arXiv:2501.12599, 2.1).
+  """
 
   drop: tuple[Literal['choice', 'boolean'], ...] = ('choice', 'boolean')
   """Kinds of answers to drop. choice: the answer is one of the prompt's lettered options. boolean:

@@ -191,7 +191,7 @@ class Nothing:
 
 
 def aligned(options: Nothing) -> Processor:
-  """Drops inconsistent samples, each with its whole trajectory.
+  """Returns a processor that drops inconsistent samples, each with its whole trajectory.
 
   These are samples without tokens to train on (unless they are masked as a whole), with a logprob
   above 0 (apart from rounding), or whose segments (ranges of tokens, each sampled by one version of
@@ -219,7 +219,9 @@ class FreshOptions:
 
 
 def fresh(options: FreshOptions) -> Processor:
-  """Drops a group if weights older than `max_age` batches generated any of its trained tokens."""
+  """Returns a processor that drops a group if weights older than `max_age` batches generated any of
+  its trained tokens.
+  """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     versions = [
@@ -243,8 +245,8 @@ class VarianceOptions:
 
 
 def reward_std(options: VarianceOptions) -> Processor:
-  """Drops a group whose rewards do not differ enough (Trinity-RFT's reward_std_filter). The rewards
-  include the changes that earlier processors have made.
+  """Returns a processor that drops a group whose rewards do not differ enough (Trinity-RFT's
+  reward_std_filter). The rewards include the changes that earlier processors have made.
   """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
@@ -258,7 +260,9 @@ def reward_std(options: VarianceOptions) -> Processor:
 
 
 def dynamic_sampling(options: Nothing) -> Processor:
-  """Drops a group unless some but not all of its answers are correct (DAPO, arXiv:2503.14476)."""
+  """Returns a processor that drops a group unless some but not all of its answers are correct
+  (DAPO, arXiv:2503.14476).
+  """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
     correct = sum(bool(member.reward.correct) for member in members)
@@ -268,8 +272,8 @@ def dynamic_sampling(options: Nothing) -> Processor:
 
 
 def mask_truncated(options: Nothing) -> Processor:
-  """Masks truncated answers, which ended at the limit on tokens or steps. They still count in the
-  group's baseline, but are not trained on.
+  """Returns a processor that masks truncated answers, which ended at the limit on tokens or steps.
+  Masked answers still count in the group's baseline, but are not trained on.
   """
 
   def run(members: Sequence[Experience], step: int) -> Sequence[Experience]:
@@ -292,7 +296,9 @@ class RepetitionOptions:
 
 
 def repetition(options: RepetitionOptions) -> Processor:
-  """Penalises or masks answers that ended because of `rollout.repetition_detection`."""
+  """Returns a processor that penalises or masks answers that ended because of
+  `rollout.repetition_detection`.
+  """
   if not 0 <= options.penalty < math.inf:
     raise UserError(
       f'processor repetition: penalty {options.penalty}, wanted a finite number of at least 0'
@@ -325,7 +331,8 @@ class ShapeOptions:
 
 
 def shape(options: ShapeOptions) -> Processor:
-  """Sets reward ← reward ∘ (weight · (value + offset)), where ∘ is the configured operation.
+  """Returns a processor that sets reward ← reward ∘ (weight · (value + offset)), where ∘ is the
+  configured operation.
 
   This is meant for reward shaping, and for adding quality scores as in Trinity-RFT
   (arXiv:2505.17826).
@@ -376,7 +383,8 @@ class DiversityOptions:
 
 
 def diversity(options: DiversityOptions) -> Processor:
-  """Sets reward ← reward + weight · (1 − cos(e, ē)) to reward answers that differ from the others.
+  """Returns a processor that rewards answers that differ from the others in their group: it sets
+  reward ← reward + weight · (1 − cos(e, ē)).
 
   e is the vector of an answer's token bigram counts, and ē is the mean of e over the group. In a
   group of equal answers, the term is 0. The formula follows Trinity-RFT (arXiv:2505.17826, section

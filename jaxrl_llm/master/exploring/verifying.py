@@ -89,7 +89,9 @@ class JudgeProcessorOptions(JudgeOptions):
 
 
 def judge(options: JudgeProcessorOptions) -> ModelProcessor:
-  """Asks an LLM judge about each sample, and drops, masks or shapes it by the judge's score."""
+  """Returns a processor that asks an LLM judge about each sample. Depending on the judge's score,
+  it drops the sample, masks it or changes its reward.
+  """
   options.check('processor judge')
 
   @contextlib.asynccontextmanager

@@ -260,8 +260,8 @@ def score_verl(
 
 
 def verl_scorer(**options: Any) -> Scorer:
-  """Calls an unchanged reward function for verl: compute_score(data_source, solution_str,
-  ground_truth, extra_info). The options are `VerlOptions`.
+  """Returns a scorer that calls an unchanged reward function for verl: compute_score(data_source,
+  solution_str, ground_truth, extra_info). The options are `VerlOptions`.
   """
   read = from_json(dict(options), VerlOptions, "options of scorer 'verl'")
   return functools.partial(
@@ -284,8 +284,8 @@ def score_python(
 
 
 def python_scorer(**options: Any) -> Scorer:
-  """Calls a plain Python function f(prompt, completion, truth) that returns a number, a bool or a
-  dict. The options are `PythonOptions`.
+  """Returns a scorer that calls a plain Python function f(prompt, completion, truth). The function
+  returns a number, a bool or a dict. The options are `PythonOptions`.
   """
   read = from_json(dict(options), PythonOptions, "options of scorer 'python'")
   return functools.partial(
@@ -400,8 +400,8 @@ def score_trl_group(
 
 
 def trl_scorer(**options: Any) -> Scorer | PerGroup:
-  """Calls an unchanged reward function for TRL: reward_func(prompts, completions, **columns), which
-  returns a list. The options are `TrlOptions`.
+  """Returns a scorer that calls an unchanged reward function for TRL: reward_func(prompts,
+  completions, **columns), which returns a list. The options are `TrlOptions`.
   """
   read = from_json(dict(options), TrlOptions, "options of scorer 'trl'")
   function = UserFunction(read.function, 'trl')

@@ -267,7 +267,7 @@ def options_within(config: ScorerConfig) -> dict[str, Any]:
     else math.inf
   )
   if not isinstance(remote_s, int | float):
-    return options  # Parsing the options refuses the value.
+    return options  # The value is refused later, when the options are parsed.
   wall_s = options.setdefault(
     'wall_s', min(Limits.wall_s, _SHARE * config.deadline_s, _SHARE * remote_s)
   )
@@ -281,8 +281,8 @@ def options_within(config: ScorerConfig) -> dict[str, Any]:
 
 
 def code_scorer(**options: Any) -> Scorer | Awaited:
-  """Scores whether the completion's program passes the task's tests, which run in a sandbox. The
-  options are `CodeOptions`.
+  """Returns a scorer that checks whether the completion's program passes the task's tests, which
+  run in a sandbox. The options are `CodeOptions`.
   """
   read = from_json(dict(options), CodeOptions, "options of scorer 'code'")
   limits = read.limits

@@ -46,8 +46,8 @@ class DelayedOptions:
 
 
 def delayed_scorer(**options: Any) -> Delayed:
-  """Waits for verdicts that people or other programs attach later, with `jaxrl feedback` or over
-  HTTP. The options are `DelayedOptions`.
+  """Returns a scorer whose verdicts arrive later, from people or other programs, by the command
+  `jaxrl feedback` or over HTTP. The options are `DelayedOptions`.
   """
   settings = read_options(DelayedOptions, options, 'delayed')
   return Delayed(**dataclasses.asdict(settings))

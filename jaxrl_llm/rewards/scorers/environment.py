@@ -29,8 +29,8 @@ class EnvironmentOptions:
 
 
 def environment_scorer(**options: Any) -> Awaited:
-  """Scores with the reward of the workflow's environment, given at the end or for each turn. The
-  options are `EnvironmentOptions`.
+  """Returns a scorer whose values are the rewards of the workflow's environment, given at the end
+  or for each turn. The options are `EnvironmentOptions`.
   """
   read_options(EnvironmentOptions, options, 'environment')
   return Awaited(_opened, concurrency=1024)

@@ -106,6 +106,8 @@ def score_format(attempt: Attempt, *, pieces: tuple[Piece, ...]) -> Verdict:
 
 
 def format_scorer(**options: Any) -> Scorer:
-  """Scores whether the completion has the form of a template. The options are `FormatOptions`."""
+  """Returns a scorer that checks whether the completion has the form of a template. The options are
+  `FormatOptions`.
+  """
   read = read_options(FormatOptions, options, 'format')
   return functools.partial(score_format, pieces=read_template(read.template))

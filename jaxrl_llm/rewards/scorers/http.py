@@ -67,7 +67,7 @@ def _with_steps(
   of turns from them as the option `steps` requires.
 
   Args:
-    steps: how step values are used; see `EndpointOptions.steps`.
+    steps: use of the step values; see `EndpointOptions.steps`.
     turns: number of the policy's turns.
 
   Raises Malformed if `steps` is set and there are no step values, if they are not finite numbers,
@@ -116,7 +116,7 @@ def read_verdict(answer: Json, *, steps: str | None = None, turns: int = 1) -> V
   """Parses a response. Raises Malformed if it is not a verdict.
 
   Args:
-    steps: how step values are used; see `EndpointOptions.steps`.
+    steps: use of the step values; see `EndpointOptions.steps`.
     turns: number of the policy's turns.
   """
   fields = read_object(answer, 'the answer')
@@ -154,8 +154,8 @@ class Endpoint(ServiceClient):
 
 
 def http_scorer(**options: Any) -> Awaited:
-  """Posts each attempt to an HTTP endpoint, which responds with the attempt's value. The options
-  are `EndpointOptions`.
+  """Returns a scorer that posts each attempt to an HTTP endpoint, which responds with the attempt's
+  value. The options are `EndpointOptions`.
   """
   read = from_json(dict(options), EndpointOptions, "options of scorer 'http'")
   read.check("scorer 'http'")

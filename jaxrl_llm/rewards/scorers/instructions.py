@@ -374,8 +374,8 @@ def score_instructions(attempt: Attempt, *, options: InstructionsOptions) -> Ver
 
 
 def instructions_scorer(**options: Any) -> Scorer:
-  """Scores whether the completion follows verifiable instructions (IFEval). The options are
-  `InstructionsOptions`.
+  """Returns a scorer that checks whether the completion follows verifiable instructions (IFEval).
+  The options are `InstructionsOptions`.
   """
   read = read_options(InstructionsOptions, options, 'instructions')
   return OverrunIsZero(functools.partial(score_instructions, options=read))

@@ -54,8 +54,8 @@ def score_k12(
 
 
 def k12_scorer(**options: Any) -> Scorer:
-  """Scores school questions, which are compared with a reference answer by their kind (choice,
-  numeric, text, …). The options are `K12Options`.
+  """Returns a scorer for school questions, which compares an answer with the reference answer by
+  the kind of the question (choice, numeric, text, …). The options are `K12Options`.
   """
   read = read_options(K12Options, options, 'k12')
   for library in LIBRARIES:

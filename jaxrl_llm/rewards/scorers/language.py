@@ -227,8 +227,8 @@ def score_language(
 
 
 def language_scorer(**options: Any) -> Scorer:
-  """Scores the share of target-language words in the reasoning (R1's language consistency). The
-  options are `LanguageOptions`.
+  """Returns a scorer whose value is the share of target-language words in the reasoning (R1's
+  language consistency). The options are `LanguageOptions`.
   """
   read = read_options(LanguageOptions, options, 'language')
   pieces = read_template(read.template, 'language') if read.field else ()

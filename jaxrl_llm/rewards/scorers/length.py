@@ -41,8 +41,8 @@ def score_overlong(attempt: Attempt, *, options: OverlongOptions) -> Verdict:
 
 
 def overlong_scorer(**options: Any) -> Scorer:
-  """Penalises responses near the length limit as DAPO does, in [-factor, 0]. The options are
-  `OverlongOptions`.
+  """Returns a scorer that penalises responses near the length limit as DAPO does, with values in
+  [−factor, 0]. The options are `OverlongOptions`.
   """
   read = read_options(OverlongOptions, options, 'overlong')
   # Raises an error for an impossible buffer when the scorer is built.
@@ -87,8 +87,8 @@ def _correct(scores: tuple[Score, ...], by: str) -> bool | None:
 
 
 def length_scorer(**options: Any) -> PerGroup:
-  """Gives Kimi's length reward: in a group, shorter correct answers gain and longer answers lose.
-  The options are `LengthOptions`.
+  """Returns a scorer that gives Kimi's length reward: in a group, shorter correct answers gain and
+  longer answers lose. The options are `LengthOptions`.
   """
   return PerGroup(
     functools.partial(score_length, options=read_options(LengthOptions, options, 'length'))

@@ -16,8 +16,8 @@ class RewardModelOptions:
 
 
 def reward_model_scorer(**options: Any) -> ByTrainer:
-  """Scores with the trainer's reward model (`reward_model`), once the rollouts of a batch are
-  complete. The options are `RewardModelOptions`.
+  """Returns a scorer that scores with the trainer's reward model (`reward_model`), once the
+  rollouts of a batch are complete. The options are `RewardModelOptions`.
   """
   read_options(RewardModelOptions, options, 'reward_model')
   return ByTrainer()

@@ -196,14 +196,14 @@ def score_point(attempt: Attempt, *, options: PointOptions) -> Verdict:
 
 
 def box_iou_scorer(**options: Any) -> Scorer:
-  """Scores a box `[x1, y1, x2, y2]` by its intersection over union with the true box. The options
-  are `BoxOptions`.
+  """Returns a scorer that scores a box `[x1, y1, x2, y2]` by its intersection over union with the
+  true box. The options are `BoxOptions`.
   """
   return functools.partial(score_box_iou, options=read_options(BoxOptions, options, 'box_iou'))
 
 
 def point_scorer(**options: Any) -> Scorer:
-  """Scores whether a point `(x, y)` is in the true box or polygon. The options are
-  `PointOptions`.
+  """Returns a scorer that checks whether a point `(x, y)` is in the true box or polygon. The
+  options are `PointOptions`.
   """
   return functools.partial(score_point, options=read_options(PointOptions, options, 'point'))

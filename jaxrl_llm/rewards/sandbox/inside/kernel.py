@@ -232,7 +232,7 @@ def _filter(machine: str) -> list[str | _Step]:
     'done',
     ('answer', _ERRNO | 0),
     'unknown',
-    ('answer', _ERRNO | _ENOSYS),  # The C library then falls back to clone.
+    ('answer', _ERRNO | _ENOSYS),  # With ENOSYS for clone3, the C library falls back to clone.
     'mmap',
     ('load', _ARGUMENTS[3]),  # Loads the call's flags.
     ('and', shared),

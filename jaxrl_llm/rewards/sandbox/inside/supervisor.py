@@ -456,7 +456,7 @@ def _close_all_but(keep: set[int]) -> None:
 
 def _exit_code(work: Callable[[], Any]) -> int:
   """Runs `work` in the same way as Python runs a main program. This includes the steps at exit:
-  ending threads, calling registered functions and flushing files. Returns the exit code.
+  waiting for threads, calling registered functions and flushing files. Returns the exit code.
   """
   sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = [
     open(number, mode, encoding='utf-8', errors='backslashreplace', closefd=False)

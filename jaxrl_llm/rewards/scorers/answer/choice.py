@@ -76,7 +76,7 @@ def parse_choice(text: str, choices: Mapping[str, str] | None) -> frozenset[str]
   bare = text.rstrip('.):]').lstrip('([').strip()
   if len(bare) == 1 and bare.isascii() and bare.isalpha() and allowed({bare.upper()}):
     return frozenset(bare.upper())
-  if choices and bare.upper() in choices:  # Labels need not be letters.
+  if choices and bare.upper() in choices:  # The label of a choice need not be a single letter.
     return frozenset({bare.upper()})
   if choices:
     same = [

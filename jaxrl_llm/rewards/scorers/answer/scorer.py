@@ -295,11 +295,11 @@ def score_answer(attempt: Attempt, *, options: AnswerOptions) -> Verdict:
 
 
 def answer_scorer(**options: Any) -> Scorer:
-  """Scores whether the answer equals the truth (number, unit, formula, set, choice, words, …). The
-  options are `AnswerOptions`.
+  """Returns a scorer that checks whether the answer equals the truth (number, unit, formula, set,
+  choice, words, …). The options are `AnswerOptions`.
   """
   read = read_options(AnswerOptions, options, 'answer')
-  # If the mode is open, a run chooses it from the truths and builds the scorer again.
+  # If the mode is not set, a run chooses it from the truths and builds the scorer again.
   if read.mode is not None:
     for library in read.libraries:
       check_library(library, f"scorer 'answer' in mode {read.mode!r}")

@@ -397,8 +397,8 @@ def _standing(
 
 
 def judge_scorer(**options: Any) -> Awaited | AwaitedGroup:
-  """Asks an LLM judge on an OpenAI-compatible server to score answers or to compare them in pairs.
-  The options are `JudgeOptions`.
+  """Returns a scorer that asks an LLM judge on an OpenAI-compatible server to score answers or to
+  compare them in pairs. The options are `JudgeOptions`.
   """
   read = from_json(dict(options), JudgeOptions, "options of scorer 'judge'")
   read.check("scorer 'judge'")

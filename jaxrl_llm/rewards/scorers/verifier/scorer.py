@@ -61,7 +61,7 @@ class VerifierOptions:
   """Whether the value is the verifier's own number. If False, it is 1.0 or 0.0."""
   on_timeout: Literal['zero', 'none'] = 'zero'
   isolation: Isolation = 'auto'
-  """Isolation of the sandboxes in which verifiers evaluate answers, as in scorer `code`."""
+  """Kind of isolation of the sandboxes in which verifiers evaluate answers, as in scorer `code`."""
 
 
 @functools.cache
@@ -251,8 +251,8 @@ def check_verifiers(tasks: Iterable[Task], scorers: Sequence[ScorerConfig]) -> N
 
 
 def verifier_scorer(**options: Any) -> Scorer:
-  """Scores the answer with the verifier of the task's own generator (reasoning-gym). The options
-  are `VerifierOptions`.
+  """Returns a scorer that checks the answer with the verifier of the task's own generator
+  (reasoning-gym). The options are `VerifierOptions`.
   """
   read = read_options(VerifierOptions, options, 'verifier')
   for library in LIBRARIES:
