@@ -80,8 +80,8 @@ class Estimate(Protocol):
 
 
 class FailureRate:
-  """Drawing probability P ∝ max(1 − s, floor), where s is the moving average of a task's success
-  rate (Kimi k1.5, arXiv:2501.12599, 2.3.4).
+  """Estimate with which a task's drawing probability is P ∝ max(1 − s, floor), where s is the
+  moving average of the task's success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4).
   """
 
   def __init__(self, *, prior: float, newest: float, floor: float):
@@ -103,12 +103,12 @@ class FailureRate:
 
 
 class TargetRate:
-  """Drawing probability P ∝ exp(−|p − target| / temperature), where p is the mean of a Beta
-  posterior that discounts past evidence.
+  """Estimate with which a task's drawing probability is P ∝ exp(−|p − target| / temperature). p is
+  the mean of a Beta posterior of the task's success rate, which discounts past evidence.
 
   After each group: α ← (1 − λ) α + λ + successes, β ← (1 − λ) β + λ + failures, where λ is
   `discount` and α = β = 1 at first. This is the explicit evidence of BOTS (arXiv:2510.26374), as in
-  Trinity-RFT's difficulty-based selector. Tasks that were not drawn keep their posterior.
+  Trinity-RFT's difficulty-based selector. A task that is not drawn keeps its posterior.
   """
 
   def __init__(self, *, target: float, temperature: float, discount: float):

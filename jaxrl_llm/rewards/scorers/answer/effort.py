@@ -12,7 +12,7 @@ SPACES = re.compile(r'\\(?:left|right)(?![a-zA-Z])|[,\s]')
 MAX_DEPTH = 40
 """Maximum nesting depth of brackets. LaTeX parsers take seconds for a hundred levels."""
 _EXPLOSIVE = re.compile(
-  # A power of numbers that is itself raised to a power.
+  # The first line matches a power of numbers that is itself raised to a power.
   r'\d\s*[)}]*\s*(?:\^|\*\*)\s*[({]*\s*-?\d+\s*[)}]*\s*(?:\^|\*\*)'
   r'|(?:\^|\*\*)\s*[({]*\s*-?\d{5}|\d{5}\s*!|!\s*[)}]*\s*!|\d{400}|[eE][-+]?\d{4}'
 )
