@@ -181,15 +181,18 @@ class LearnerConfig:
   prompt, is computed once instead of once per sequence. The results are the same up to rounding.
   The option has an effect only if attention is 'masked' or 'blockwise' (see `policy.attention`).
   """
-  logits_budget_bytes: int = 256 << 20
-  """Maximum size of the logits in bytes per rank. To stay below this size, logits are computed for
-  part of the tokens at a time.
+  logits_budget_bytes: int | Literal['auto'] = 'auto'
+  """Maximum size of the float32 logits in bytes per rank. To stay below this size, logits are
+  computed for part of the tokens at a time, and each part reads and writes the gradient of the
+  whole head. 'auto' is a sixteenth of the device's memory (or of `memory_bytes`), but at least 256
+  MiB and at most 2 GiB. On CPUs, and for models of fewer than 50 million parameters, it is 256 MiB.
   """
 
   def __post_init__(self):
-    check_at_least('learner.', self, chunk_len=1, logits_budget_bytes=1, memory_bytes=1)
-    if self.chunks_per_rank != AUTO:
-      check_at_least('learner.', self, chunks_per_rank=1)
+    check_at_least('learner.', self, chunk_len=1, memory_bytes=1)
+    for name in ('chunks_per_rank', 'logits_budget_bytes'):
+      if getattr(self, name) != AUTO:
+        check_at_least('learner.', self, **{name: 1})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

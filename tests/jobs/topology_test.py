@@ -130,18 +130,14 @@ def test_publishing_gathers_one_layer_in_the_servers_data_type(sharded):
   assert dtype == 'u16' and math.prod(map(int, shape.split(','))) == sharded.vocabulary * hidden
 
 
-@pytest.mark.acceptance
-@pytest.mark.parametrize(
-  ('topology', 'size'), [('v5e:4x8', '7b'), ('v5e:8x8', '14b'), ('h100:8x8', '70b')]
-)
-def test_at_size_publishing_holds_less_than_a_layers_largest_matrix(topology, size):
-  command = [job.ROOT / AOT_ENVIRONMENT / 'bin/python', 'benchmarks/publish_compiled.py']
+def compiled_by(script, *flags):
+  """Standard output of a benchmark that compiles for devices that are not here."""
   libtpu = {
     'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost',
     'ALLOW_MULTIPLE_LIBTPU_LOAD': 'true',
   }  # fmt: skip
   done = subprocess.run(
-    [*command, f'--topology={topology}', f'--size={size}'],
+    [job.ROOT / AOT_ENVIRONMENT / 'bin/python', f'benchmarks/{script}', *flags],
     cwd=job.ROOT,
     env=job.environment(XLA_FLAGS='', **libtpu),
     capture_output=True,
@@ -149,9 +145,37 @@ def test_at_size_publishing_holds_less_than_a_layers_largest_matrix(topology, si
     timeout=900,
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  shares = [float(share) for share in re.findall(r' ([\d.]+) of a layer', done.stdout)]
+  return done.stdout
+
+
+@pytest.mark.parametrize(
+  ('topology', 'chunks'), [('h100:2', 1), pytest.param('v5e:2x4', 2, marks=pytest.mark.acceptance)]
+)
+def test_the_gradient_of_the_head_is_read_and_written_a_few_times(topology, chunks):
+  def accesses(*flags):
+    out = compiled_by('head_compiled.py', f'--topology={topology}', *flags)
+    return tuple(
+      map(int, re.search(r'(\d+) chunks .* read (\d+) and written (\d+) times', out).groups())
+    )
+
+  found, reads, writes = accesses()
+  assert found == chunks
+  # Each chunk reads and writes the sum once. Before and after, it is set to 0, changes its layout
+  # and is summed over the devices.
+  assert chunks <= reads <= chunks + 2 and chunks <= writes <= chunks + 2
+  # With the budget of CPUs, there are 256 tokens at a time.
+  assert min(accesses(f'--budget={256 << 20}')) >= 8
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize(
+  ('topology', 'size'), [('v5e:4x8', '7b'), ('v5e:8x8', '14b'), ('h100:8x8', '70b')]
+)
+def test_at_size_publishing_holds_less_than_a_layers_largest_matrix(topology, size):
+  out = compiled_by('publish_compiled.py', f'--topology={topology}', f'--size={size}')
+  shares = [float(share) for share in re.findall(r' ([\d.]+) of a layer', out)]
   assert len(shares) >= 6 and max(shares) <= 1
-  assert set(re.findall(r'largest (\w+)\[', done.stdout)) <= {'u16', 'u32'}
+  assert set(re.findall(r'largest (\w+)\[', out)) <= {'u16', 'u32'}
 
 
 @pytest.mark.acceptance

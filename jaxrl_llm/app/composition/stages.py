@@ -124,6 +124,7 @@ def _stage(
   updates = critic_updates - algorithm.critic_warmup * stage.minibatches * stage.epochs
   critic = (stage.critic.optimizer or optimizer) if algorithm.critic_loss is not None else None
   shape = stage_shape(stage, config, mesh, lengths, options=policy_options(config))
+  budget = config.learner.logits_budget_bytes
   return Stage(
     name=stage.name,
     start=start,
@@ -139,7 +140,7 @@ def _stage(
       chunks=shape.chunks,
       time=shape.chunk_len,
       vocab=vocab_size // parts(mesh, 'vocab', vocab_size),
-      budget_bytes=config.learner.logits_budget_bytes,
+      budget_bytes=SMALL['logits_budget_bytes'] if budget == AUTO else budget,
       time_shards=mesh.shape[SEQUENCE],
     ),
     minibatches=stage.minibatches,

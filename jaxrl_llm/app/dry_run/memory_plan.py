@@ -161,7 +161,8 @@ class Search:
     plan, fit = min(self.tried, key=lambda tried: (tried[1].needed or 2**63, tried[0].levels))
     raise UserError(
       f'no memory plan fits a device: more memory than it has with the smallest one ({plan}): '
-      f'{fit.line(self.limit)}; use more devices, a smaller model or shorter sequences'
+      f'{fit.line(self.limit)}; use more devices, a smaller model, shorter '
+      'sequences or fewer learner.logits_budget_bytes'
     )
 
   def others(self) -> list[Plan]:

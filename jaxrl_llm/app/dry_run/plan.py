@@ -15,7 +15,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.composition.automatic import open_fields, with_named, with_sized
+from jaxrl_llm.app.composition.automatic import (
+  open_fields,
+  with_logits_budget,
+  with_named,
+  with_sized,
+)
 from jaxrl_llm.app.composition.chosen import settle
 from jaxrl_llm.app.composition.engines import engine_setting
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
@@ -230,6 +235,8 @@ def plan(
     prepared = prepare(config, scratch, load)
   config = with_sized(config, platform=platform, spec=prepared.spec)
   chip = None if topology is None else parse_topology(topology).chip
+  if (limit := memory_limit(config, mesh, chip)) is not None:
+    config = with_logits_budget(config, limit)
   return _run_plan(config, workdir, chip, mesh, prepared)
 
 

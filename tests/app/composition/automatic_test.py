@@ -10,6 +10,7 @@ from jaxrl_llm.app.composition.automatic import (
   open_fields,
   parameters,
   values_of,
+  with_logits_budget,
   with_recorded,
   with_sized,
   with_values,
@@ -39,15 +40,28 @@ def test_on_cpus_and_for_small_models_values_are_those_of_the_quickstart():
     policy = config.policy
     assert (policy.dtype, policy.scan_layers, policy.remat) == ('float32', False, 'none')
     assert config.learner.chunks_per_rank == 8 and not config.stages[0].optimizer.offloads
+    assert with_logits_budget(config, 80 * 10**9) == config
+    assert config.learner.logits_budget_bytes == 256 << 20
 
 
 def test_a_large_model_gets_bfloat16_and_a_scan_and_a_plan():
   assert parameters(LARGE) > 400e6
   config = with_sized(config_of(), platform='tpu', spec=LARGE)
   assert (config.policy.dtype, config.policy.scan_layers) == ('bfloat16', True)
-  assert set(open_fields(config)) == PLANNED
+  assert set(open_fields(config)) == PLANNED | {'learner.logits_budget_bytes'}
   tried = with_sized(config, platform='tpu', spec=LARGE, plans=False)
   assert not open_fields(tried) and tried.policy.remat == 'full'
+  assert tried.learner.logits_budget_bytes == 256 << 20
+
+
+@pytest.mark.parametrize(
+  ('memory', 'wanted'), [(1 << 30, 256 << 20), (16 << 30, 1 << 30), (80 * 10**9, 2 << 30)]
+)
+def test_logits_of_a_large_model_may_take_a_sixteenth_of_a_devices_memory(memory, wanted):
+  config = with_sized(config_of(), platform='tpu', spec=LARGE)
+  assert with_logits_budget(config, memory).learner.logits_budget_bytes == wanted
+  configured = config_of(**{'learner.logits_budget_bytes': 7})
+  assert with_logits_budget(configured, memory).learner.logits_budget_bytes == 7
 
 
 def test_a_limit_opens_the_plan_anywhere():
@@ -65,12 +79,18 @@ def test_what_the_configuration_says_stays():
 def test_a_resumed_run_has_the_values_that_were_chosen_at_its_start(tmp_path):
   chosen = with_values(
     config_of(),
-    {'policy.remat': 'dots', 'policy.attention': 'splash', 'stages.1.optimizer.offload': True},
+    {
+      'policy.remat': 'dots',
+      'policy.attention': 'splash',
+      'stages.1.optimizer.offload': True,
+      'learner.logits_budget_bytes': 1 << 30,
+    },
   )
   (tmp_path / 'config.json').write_text(json.dumps(to_json(chosen)))
   resumed = with_recorded(config_of(**{'policy.dtype': 'bfloat16'}), tmp_path)
   assert (resumed.policy.remat, resumed.policy.attention) == ('dots', 'splash')
   assert resumed.policy.dtype == 'bfloat16'
+  assert resumed.learner.logits_budget_bytes == 1 << 30
   assert [stage.optimizer.offload for stage in resumed.stages] == ['auto', True]
   assert with_recorded(config_of(), None) == config_of()
 
