@@ -41,7 +41,15 @@ from jaxrl_llm.app.serve.reward import application
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.files import parse_msgpack
 from jaxrl_llm.core.net import server as server_module
-from jaxrl_llm.core.net.front import ADAPTER_PATH, ROUTES, RPC_PATH, UPDATE_PATH, Front
+from jaxrl_llm.core.net.front import (
+  ADAPTER_PATH,
+  ROUTES,
+  RPC_METHODS,
+  RPC_PATH,
+  UPDATE_PATH,
+  VERIFY,
+  Front,
+)
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.master.reward_model import Batcher
 from jaxrl_llm.parallel.device import DeviceThread
@@ -517,7 +525,10 @@ def test_the_front_passes_on_only_what_it_has_looked_through(services, tmp_path,
   upstream, front = guarded(services, tmp_path, publish_roots=[str(root)])
   client = services.enter(Client(front.address, {'Authorization': f'Bearer {TOKEN}'}))
   bodies = {
-    RPC_PATH: {'method': 'jaxrl_digests', 'args': [1]},
+    RPC_PATH: {
+      'method': VERIFY,
+      'args': [{'directory': str(root / 'v1'), 'files': {'model.safetensors': {'a': '0'}}}],
+    },
     UPDATE_PATH: {
       'update_info': {'directory': str(root / 'v1'), 'files': {'model.safetensors': {'a': '0'}}}
     },
@@ -549,7 +560,9 @@ def test_the_front_passes_on_only_what_it_has_looked_through(services, tmp_path,
     if status == 200:
       passed = json.loads(json.loads(text)['body'])
       if path == RPC_PATH:
-        assert passed['method'] in ('jaxrl_digests', 'jaxrl_weights', 'jaxrl_checksums')
+        assert passed['method'] in RPC_METHODS
+        if passed['method'] == VERIFY:
+          assert os.path.realpath(passed['args'][0]['directory']).startswith(f'{root}/')
       else:
         directory = (
           passed['update_info']['directory'] if path == UPDATE_PATH else passed['lora_path']

@@ -65,10 +65,14 @@ ROUTES = (
 """(method, path) pairs of the requests that a trainer sends. The front compares the path of a
 request as sent, byte by byte.
 """
-RPC_METHODS = frozenset({'jaxrl_weights', 'jaxrl_checksums', 'jaxrl_digests'})
+VERIFY = 'jaxrl_verify'
+"""Method of the worker that verifies published files. Its argument is that of a weight update."""
+RPC_METHODS = frozenset(
+  {'jaxrl_weights', 'jaxrl_checksums', 'jaxrl_digests', VERIFY, 'jaxrl_verified'}
+)
 MAX_BODY, MAX_RPC_BODY, MAX_UPDATE_BODY = 256 << 20, 64 << 10, 16 << 20
-"""Maximum sizes in bytes of request bodies: of most requests, of RPC requests, and of weight
-updates and adapter loads whose directories are checked.
+"""Maximum sizes in bytes of request bodies: of most requests, of RPC requests, and of requests
+whose directories are checked (weight updates, their verification and adapter loads).
 """
 
 _HEADER_WORD = re.compile(r'[\x21-\x7e]+')
@@ -193,7 +197,7 @@ class Front(TokenServer):
     """
     limits = {RPC_PATH: MAX_RPC_BODY}
     if self._publish_roots:
-      limits |= {UPDATE_PATH: MAX_UPDATE_BODY, ADAPTER_PATH: MAX_UPDATE_BODY}
+      limits = dict.fromkeys((RPC_PATH, UPDATE_PATH, ADAPTER_PATH), MAX_UPDATE_BODY)
     upload = await begin_upload(request, limits.get(path, MAX_BODY))
     if path not in limits:
       if not request.can_read_body:
@@ -203,10 +207,8 @@ class Front(TokenServer):
       is_small = request.content_length is not None and request.content_length <= _SMALL_BODY
       return (await upload.read() if is_small else upload), False
     content = parse_object(await upload.read())
-    if path == RPC_PATH:
-      return _checked_rpc(content), True
-    check = _checked_update if path == UPDATE_PATH else _checked_adapter
-    return await asyncio.to_thread(check, content, self._publish_roots), True
+    checks = {RPC_PATH: _checked_rpc, UPDATE_PATH: _checked_update, ADAPTER_PATH: _checked_adapter}
+    return await asyncio.to_thread(checks[path], content, self._publish_roots), True
 
   def _headers(self, request: web.BaseRequest, is_checked: bool) -> dict[str, str]:
     """Returns the headers to send upstream. The client's headers are dropped, except for the
@@ -249,9 +251,11 @@ def _begun_as(upstream: aiohttp.ClientResponse) -> web.StreamResponse:
   return response
 
 
-def _checked_rpc(body: dict[str, Any]) -> bytes:
-  """Checks the body of an RPC request and returns it re-encoded. Raises Refusal if the method is
-  not one of `RPC_METHODS`.
+def _checked_rpc(body: dict[str, Any], roots: Sequence[str]) -> bytes:
+  """Checks the body of an RPC request and returns it re-encoded.
+
+  Raises Refusal if the method is not one of `RPC_METHODS`, or if files to verify are not below one
+  of `roots`. If there are no roots, every directory is allowed, as for weight updates.
 
   Without re-encoding, the check and the upstream could read different values of a key that occurs
   twice.
@@ -259,6 +263,11 @@ def _checked_rpc(body: dict[str, Any]) -> bytes:
   method = body.get('method')
   if not isinstance(method, str) or method not in RPC_METHODS:
     raise Refusal(403, f'method must be one of {", ".join(sorted(RPC_METHODS))}')
+  if method == VERIFY and roots:
+    args = body.get('args')
+    if set(body) != {'method', 'args'} or not isinstance(args, list) or len(args) != 1:
+      raise Refusal(400, f'wanted {{"method": "{VERIFY}", "args": [update_info]}} and nothing else')
+    body = {'method': method, 'args': [_checked_info(args[0], roots)]}
   return json.dumps(body).encode()
 
 
@@ -268,16 +277,24 @@ def _checked_update(body: dict[str, Any], roots: Sequence[str]) -> bytes:
   Raises Refusal if the body is malformed, or names a directory or file that is not below one of
   `roots`.
   """
-  info = body.get('update_info')
-  if (
-    set(body) != {'update_info'}
-    or not isinstance(info, dict)
-    or not set(info) <= {'directory', 'files', 'adapter', 'slices', 'label', 'deltas'}
+  if set(body) != {'update_info'}:
+    raise Refusal(400, 'wanted {"update_info": …} and nothing else')
+  return json.dumps({'update_info': _checked_info(body['update_info'], roots)}).encode()
+
+
+def _checked_info(info: Any, roots: Sequence[str]) -> dict[str, Any]:
+  """Checks the description of a weight update. Returns it with resolved paths of directories.
+
+  Raises Refusal if the description is malformed, or names a directory or file that is not below one
+  of `roots`.
+  """
+  if not isinstance(info, dict) or not (
+    set(info) <= {'directory', 'files', 'adapter', 'slices', 'label', 'deltas'}
   ):
     raise Refusal(
       400,
-      'wanted {"update_info": {"directory": …, "files": …, "adapter": …, "slices": …, "label": …, '
-      '"deltas": …}} and nothing else',
+      'wanted update_info as {"directory": …, "files": …, "adapter": …, "slices": …, "label": …, '
+      '"deltas": …} and nothing else',
     )
   deltas = info.get('deltas', [])
   if not isinstance(deltas, list) or not all(
@@ -293,7 +310,7 @@ def _checked_update(body: dict[str, Any], roots: Sequence[str]) -> bytes:
     checked['deltas'] = [
       {**delta, 'directory': _checked_directory(delta, roots)} for delta in deltas
     ]
-  return json.dumps({'update_info': checked}).encode()
+  return checked
 
 
 def _checked_directory(info: dict[str, Any], roots: Sequence[str]) -> str:

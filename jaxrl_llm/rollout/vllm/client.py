@@ -48,6 +48,10 @@ _DRAFTED_TOKENS = 'vllm:spec_decode_num_draft_tokens_total'
 """Name of the server's counter of drafted tokens."""
 _LOOK_S = 1.0
 """Minimum seconds between two requests for the label of a server that is streaming answers."""
+_VERIFY_S, _LONGEST_VERIFY_S = 0.01, 0.2
+"""First and longest interval in seconds between two questions to workers that are verifying files.
+The interval doubles each time.
+"""
 _KEPT_ADAPTERS = 2
 """Number of adapters kept on the server: the newest, and the previous one for completions in
 flight.
@@ -419,8 +423,35 @@ class VllmClient:
     """
     return await self._rpc('jaxrl_digests', deadline_s=deadline_s)
 
-  async def _rpc(self, method: str, *, deadline_s: float = 60.0) -> list[Any]:
-    answer = await self.call('POST', '/collective_rpc', {'method': method}, deadline_s=deadline_s)
+  async def verify(self, info: Mapping[str, Any], *, deadline_s: float) -> None:
+    """Lets the workers verify the files of an update that will follow, while the server samples.
+    The workers must be able to (key 'verifies' of `weights`).
+
+    Args:
+      info: description of the update, as for `update_weights`.
+
+    Raises:
+      Refused: a worker cannot use the files.
+      Lost: a worker did not complete the verification within the deadline, or the server failed.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + deadline_s
+    workers = await self._rpc('jaxrl_verify', info, deadline_s=deadline_s)
+    wait_s = _VERIFY_S
+    # Wait 'verified': bounded by `deadline_s`.
+    while not all(isinstance(worker, dict) and worker.get('done') for worker in workers):
+      if loop.time() + wait_s > deadline:
+        raise Lost(f'{self.name}: its workers did not verify the files within {deadline_s:g} s')
+      await asyncio.sleep(wait_s)
+      wait_s = min(2 * wait_s, _LONGEST_VERIFY_S)
+      workers = await self._rpc('jaxrl_verified', deadline_s=deadline_s)
+    for worker in workers:
+      if error := worker.get('error'):
+        raise Refused(f'{self.name}: {error}')
+
+  async def _rpc(self, method: str, *args: Any, deadline_s: float = 60.0) -> list[Any]:
+    body = {'method': method, **({'args': args} if args else {})}
+    answer = await self.call('POST', '/collective_rpc', body, deadline_s=deadline_s)
     try:
       return list(answer['results'])
     except (KeyError, TypeError):

@@ -298,7 +298,7 @@ class Replica:
   ) -> None:
     """Updates the server to a published version.
 
-    `prepare` must have been called. Steps: pause the server, verify the files, write the weights,
+    `prepare` must have been called. Steps: pause the server, write the weights of verified files,
     compare the digests or checksums of the loaded weights, label the version, clear the cache
     (unless running requests keep it), resume, and check the probe. On CPUs, an adapter is probed
     only after the requests in flight have ended (each has a deadline), because vLLM 0.32's adapter

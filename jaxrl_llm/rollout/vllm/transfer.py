@@ -109,25 +109,42 @@ def slice_of(tensor: Mapping[str, Any]) -> Slice | None:
 
 class FileTransfer:
   """File transfer: the server's workers read the published files themselves
-  (`rollout.vllm.worker`).
+  (`rollout.vllm.worker`). They verify whole weights before the server pauses.
   """
 
   backend = 'files'
 
   def __init__(self) -> None:
+    self._can_verify = False
+    """Whether the workers can verify files before an update. Those of earlier releases cannot."""
+    self._verified: Publication | None = None
+    """Publication that the workers have verified and not yet loaded."""
     self._held: set[tuple[str, Slice]] = set()
     """Tensor names and slices of the parts that the server's workers hold."""
 
   async def connect(self, client: VllmClient) -> None:
+    self._verified = None
     await client.init_transfer({})
+    workers = await client.weights()
+    self._can_verify = all(worker.get('verifies') for worker in workers)
     self._held = {
       (name, cut)
-      for worker in await client.weights()
+      for worker in workers
       for name, tensor in worker['tensors'].items()
       if (cut := slice_of(tensor)) is not None
     }
 
-  async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
+  async def prepare(
+    self, client: VllmClient, publication: Publication, *, deadline_s: float
+  ) -> None:
+    # Adapters and deltas are small: they are verified when they are loaded.
+    is_whole = bool(publication.files) and publication.adapter is None
+    if is_whole and self._can_verify and publication != self._verified:
+      await client.verify(self._info(publication), deadline_s=deadline_s)
+      self._verified = publication
+
+  def _info(self, publication: Publication) -> dict[str, Any]:
+    """Returns the description of a publication that a worker gets (`worker.Update`)."""
     directory = str(publication.directory.absolute())
     info: dict[str, Any] = {'directory': directory, 'files': publication.files}
     if publication.files_label is not None:
@@ -150,9 +167,13 @@ class FileTransfer:
         slices.setdefault(name, []).append([*cut, digests[cut]])
     if slices:  # With slices, each worker reads only its own part.
       info['slices'] = slices
+    return info
+
+  async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
+    self._verified = None  # A worker uses verified tensors once.
     await client.start_update()
     try:
-      await client.update_weights(info, deadline_s=deadline_s)
+      await client.update_weights(self._info(publication), deadline_s=deadline_s)
     except Lost as error:
       if any(words in str(error) for words in _REFUSALS):
         raise Refused(str(error)) from None

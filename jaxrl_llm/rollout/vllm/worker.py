@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -376,15 +377,59 @@ class Update(Protocol):
   deltas: Sequence[Mapping[str, Any]]
 
 
+class Verification:
+  """Reads and verifies the files of whole weights in a thread, while the server samples."""
+
+  def __init__(self, views: Mapping[str, View], update: Update):
+    self._update, self._cuts = update, known_slices(views, update.slices)
+    self._tensors: dict[str, torch.Tensor] | None = None
+    self.error = ''
+    """Reason for which the files cannot be used; empty if there is none."""
+    self._thread = threading.Thread(target=self._read, name='verification', daemon=True)
+    self._thread.start()
+
+  def _read(self) -> None:
+    try:
+      self._tensors = read_checked(self._update.files, self._update.directory, self._cuts)
+    except Exception as error:  # `verified` reports it to the trainer.
+      self.error = str(error) or type(error).__name__
+
+  @property
+  def is_done(self) -> bool:
+    return not self._thread.is_alive()
+
+  def tensors_of(self, update: Update) -> dict[str, torch.Tensor] | None:
+    """Returns the verified tensors. Returns None if they are not those of `update`, or if the
+    verification failed or is not complete.
+    """
+    names = ('directory', 'files', 'slices')
+    is_same = all(getattr(update, name) == getattr(self._update, name) for name in names)
+    return self._tensors if is_same and self.is_done else None
+
+
 class Receiver:
   """Loads whole weights and deltas into the live parameters of one worker."""
 
   def __init__(self) -> None:
     self.holds: str | None = None
     """Label of the version that the worker has loaded; None if it is unknown."""
+    self._verification: Verification | None = None
+
+  def verify(self, views: Mapping[str, View], update: Update) -> None:
+    """Begins to verify the whole weights of an update that will follow, and forgets those of an
+    earlier verification.
+    """
+    self._verification = Verification(views, update)
+
+  def verified(self) -> dict[str, Any]:
+    """Returns whether the latest verification is `done`, and its `error` ('' if there is none)."""
+    if self._verification is None:
+      return {'done': True, 'error': 'nothing was verified'}
+    return {'done': self._verification.is_done, 'error': self._verification.error}
 
   def receive(self, views: Mapping[str, View], update: Update) -> None:
     """Loads an update. Raises ValueError before the first write if the update cannot be used."""
+    verification, self._verification = self._verification, None
     label, deltas = update.label if update.files else self.holds, []
     for delta in update.deltas:
       if label is None or delta['before'] != label:
@@ -399,7 +444,10 @@ class Receiver:
     if update.files or not deltas:
       cuts = known_slices(views, update.slices)
       try:
-        load(views, read_checked(update.files, update.directory, cuts), cuts)
+        tensors = verification.tensors_of(update) if verification is not None else None
+        if tensors is None:
+          tensors = read_checked(update.files, update.directory, cuts)
+        load(views, tensors, cuts)
       except ValueError:  # Nothing was written.
         self.holds = held
         raise
@@ -435,6 +483,7 @@ class Worker:
         for name, view in views.items()
       },
       'threads': torch.get_num_threads(),
+      'verifies': True,
     }
 
   def _adapter_rank(self) -> int:
@@ -444,6 +493,18 @@ class Worker:
     config = getattr(self.vllm_config, 'lora_config', None)
     allowed = os.environ.get('VLLM_ALLOW_RUNTIME_LORA_UPDATING', '').lower() in ('1', 'true')
     return config.max_lora_rank if config is not None and allowed else 0
+
+  def jaxrl_verify(self, update_info: dict[str, Any]) -> dict[str, Any]:
+    """Begins to read and verify the whole weights of an update that will follow, while the server
+    samples. Returns what `jaxrl_verified` returns.
+    """
+    engine = self.weight_transfer_engine
+    engine.receiver.verify(hf_views(self.model_runner.model), engine.parse_update_info(update_info))
+    return engine.receiver.verified()
+
+  def jaxrl_verified(self) -> dict[str, Any]:
+    """Returns whether the latest verification is `done`, and its `error` ('' if there is none)."""
+    return self.weight_transfer_engine.receiver.verified()
 
   def jaxrl_digests(self) -> dict[str, str]:
     """Returns the digests of the live parameters, keyed by Hugging Face name. Digests are computed

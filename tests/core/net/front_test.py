@@ -27,7 +27,7 @@ from paths import ROOT
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net import front as front_module
 from jaxrl_llm.core.net import server as server_module
-from jaxrl_llm.core.net.front import ROUTES, RPC_METHODS, Front
+from jaxrl_llm.core.net.front import ROUTES, RPC_METHODS, VERIFY, Front
 from jaxrl_llm.core.net.token_server import FrontConfig
 
 GOOD = {'Authorization': f'Bearer {TOKEN}'}
@@ -600,6 +600,41 @@ def test_updates_name_directories_below_the_publish_root(tmp_path, published):
       async with session.post('/update_weights', data=twice, headers=GOOD) as response:
         assert response.status == 403
       assert len(upstream.seen) == passed == 4
+
+  asyncio.run(main())
+
+
+def test_files_to_verify_lie_below_the_publish_root(tmp_path, published):
+  info = {'directory': f'{published}/now', 'files': {'model.safetensors': {'a.weight': '00'}}}
+  outside = {**info, 'directory': f'{published}/../publish-other'}
+  linked = {**info, 'files': {'link.safetensors': {}}}
+
+  async def verify(session, body):
+    body = {'method': VERIFY, **body}
+    async with session.post('/collective_rpc', json=body, headers=GOOD) as response:
+      return response.status, await response.json()
+
+  async def main():
+    async with standing(tmp_path, publish_roots=[str(published)]) as (_, upstream, session):
+      status, told = await verify(session, {'args': [info]})
+      resolved = {**info, 'directory': str(published / 'v1')}
+      assert status == 200
+      assert json.loads(told['body']) == {'method': VERIFY, 'args': [resolved]}
+      for refused in (outside, linked, {**outside, 'deltas': []}):
+        assert (await verify(session, {'args': [refused]}))[0] == 403, refused
+      for body in (
+        {},
+        {'args': []},
+        {'args': {'0': info}},
+        {'args': [info, info]},
+        {'args': [[info]]},
+        {'args': ['/etc']},
+        {'args': [{**info, 'path': '/etc'}]},
+        {'args': [info], 'kwargs': {'update_info': outside}},
+        {'kwargs': {'update_info': info}},
+      ):
+        assert (await verify(session, body))[0] == 400, body
+      assert len(upstream.seen) == 1
 
   asyncio.run(main())
 

@@ -375,9 +375,49 @@ def spoil_next(fleet):
   fleet._folder.write = spoiled
 
 
-def test_a_bad_file_is_refused_by_all_and_the_version_before_goes_on(tmp_path):
+def test_a_bad_file_is_refused_before_any_server_pauses(tmp_path):
   async def main():
     async with places(tmp_path, 2) as made, fleet_over(made, tmp_path) as fleet:
+      before = [await place.digests() for place in made]
+      counted = [dict(place.server.requests) for place in made]
+      spoil_next(fleet)
+      error = await outcome(fleet.load(weights(B)))
+      assert is_the_end(
+        error, 'version 0.2 was not published, and version 0.1 stays'
+      ) and 'as read, announced was' in str(error)
+      for place, requests in zip(made, counted, strict=True):
+        for path in ('/pause', UPDATE):
+          assert place.server.requests[path] == requests[path], path
+      assert versions(await wave(fleet)) == {A} and fleet.version == A
+      assert [await place.digests() for place in made] == before
+      await fleet.load(weights(C))
+      assert versions(await wave(fleet, begin=10)) == {C} == {fleet.version}
+
+  run(main)
+
+
+def test_what_a_server_has_verified_is_not_read_again(tmp_path):
+  async def main():
+    async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
+      prepare = fleet.replicas[0].transfer.prepare
+
+      async def prepare_then_lose(client, publication, *, deadline_s):
+        await prepare(client, publication, deadline_s=deadline_s)
+        for file in publication.files:
+          (publication.directory / file).write_bytes(b'')
+
+      fleet.replicas[0].transfer.prepare = prepare_then_lose
+      await fleet.load(weights(B))
+      assert versions(await wave(fleet)) == {B}
+
+  run(main)
+
+
+def test_a_bad_file_is_refused_by_all_and_the_version_before_goes_on(tmp_path):
+  """Servers of earlier releases verify a file only when they load it."""
+
+  async def main():
+    async with places(tmp_path, 2, verifies=False) as made, fleet_over(made, tmp_path) as fleet:
       before = [await place.digests() for place in made]
       spoil_next(fleet)
       for place in made:  # Time to ask for something meanwhile.
@@ -400,7 +440,7 @@ def test_a_bad_file_is_refused_by_all_and_the_version_before_goes_on(tmp_path):
 
 def test_a_bad_file_and_a_death_at_once_leave_the_version_before(tmp_path):
   async def main():
-    async with places(tmp_path, 2) as made, fleet_over(made, tmp_path) as fleet:
+    async with places(tmp_path, 2, verifies=False) as made, fleet_over(made, tmp_path) as fleet:
       spoil_next(fleet)
       made[0].faults.fault, made[0].faults.path = Fault.DIE, UPDATE
       assert is_the_end(

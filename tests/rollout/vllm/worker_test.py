@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import subprocess
+import time
 import types
 
 import ml_dtypes
@@ -415,6 +416,75 @@ def test_a_byte_of_a_slice_that_differs_is_refused_by_the_rank_that_holds_it(tmp
     with pytest.raises(ValueError, match=f'{name} has digest .* as read, announced was'):
       worker.read_checked(files, str(tmp_path), cuts)
     assert_same(snapshot(model), before)
+
+
+def whole_update(directory, files, slices):
+  return types.SimpleNamespace(
+    directory=str(directory), files=files, slices=slices, label='0.1', deltas=[]
+  )
+
+
+def wait_for(receiver):
+  deadline = time.monotonic() + 60
+  while not receiver.verified()['done']:
+    assert time.monotonic() < deadline
+    time.sleep(0.001)
+  return receiver.verified()['error']
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_files_that_were_verified_are_loaded_without_reading_them_again(tmp_path, published, rank):
+  whole, files, slices = published
+  save_file({n: tensor.contiguous() for n, tensor in whole.items()}, tmp_path / 'w')
+  update, expected, loaded = (
+    whole_update(tmp_path, files, slices),
+    model_of(rank, 2),
+    model_of(rank, 2),
+  )
+  worker.Receiver().receive(worker.hf_views(expected), update)
+  receiver, views = worker.Receiver(), worker.hf_views(loaded)
+  receiver.verify(views, update)
+  assert wait_for(receiver) == ''
+  (tmp_path / 'w').unlink()
+  receiver.receive(views, update)
+  assert receiver.holds == '0.1'
+  assert_same(snapshot(loaded), snapshot(expected))
+  with pytest.raises(ValueError, match='cannot be read'):  # Verified tensors are used once.
+    receiver.receive(views, update)
+
+
+def test_tensors_of_another_update_are_not_taken_from_a_verification(tmp_path, published):
+  whole, files, slices = published
+  save_file({n: tensor.contiguous() for n, tensor in whole.items()}, tmp_path / 'w')
+  model = model_of(0, 2)
+  receiver, views = worker.Receiver(), worker.hf_views(model)
+  for changed in (
+    {'directory': str(tmp_path / 'none')},
+    {'files': {'w': dict.fromkeys(files['w'], '00')}},
+  ):
+    receiver.verify(views, whole_update(tmp_path, files, slices))
+    assert wait_for(receiver) == ''
+    before, other = snapshot(model), whole_update(tmp_path, files, slices)
+    vars(other).update(changed)
+    with pytest.raises(ValueError, match=r'cannot be read|as read, announced was'):
+      receiver.receive(views, other)
+    assert_same(snapshot(model), before)
+
+
+def test_a_failed_verification_names_the_tensor_and_loads_nothing(tmp_path, published):
+  whole, files, slices = published
+  name = 'model.layers.1.mlp.down_proj.weight'
+  changed = {n: tensor.contiguous().clone() for n, tensor in whole.items()}
+  changed[name][3, -1] += 1
+  save_file(changed, tmp_path / 'w')
+  receiver, model = worker.Receiver(), model_of(1, 2)
+  assert receiver.verified()['error'] == 'nothing was verified'
+  views, before = worker.hf_views(model), snapshot(model)
+  receiver.verify(views, whole_update(tmp_path, files, slices))
+  assert f'{name} has digest' in wait_for(receiver)
+  with pytest.raises(ValueError, match=f'{name} has digest .* as read, announced was'):
+    receiver.receive(views, whole_update(tmp_path, files, slices))
+  assert_same(snapshot(model), before)
 
 
 def test_slices_of_another_shape_or_dtype_are_not_loaded(published):

@@ -60,6 +60,7 @@ class FakeServer:
     api_key: str | None = None,
     root: str = MODEL,
     sleeps: bool = False,
+    verifies: bool = True,
   ):
     """
     Args:
@@ -71,6 +72,8 @@ class FakeServer:
       root: the model's directory, as /v1/models tells it.
       sleeps: whether it is on a GPU, with --enable-sleep-mode; on CPUs, vLLM only says that it
         sleeps, and keeps its memory.
+      verifies: whether its workers can verify files before an update; those of earlier releases
+        cannot.
     """
     self.faults = Faults() if faults is None else faults
     self.requests: collections.Counter[str] = collections.Counter()
@@ -80,7 +83,7 @@ class FakeServer:
     self.ended = asyncio.Event()
     """Set when the server has died or was closed."""
     self._core = Core(backend, self.faults, latency or Latency())
-    self._worker = Worker(self._core, device='cuda' if sleeps else 'cpu')
+    self._worker = Worker(self._core, device='cuda' if sleeps else 'cpu', verifies=verifies)
     self._max_model_len, self._vocab_size, self._eos_ids = max_model_len, vocab_size, tuple(eos_ids)
     self._api_key, self._root, self._created = api_key, root, int(time.time())
     self._sleeps = sleeps
@@ -355,10 +358,10 @@ class FakeServer:
     return to_json({'success': True, 'new_version': label})
 
   async def _rpc(self, request: web.Request) -> web.Response:
-    method = (await read_json(request)).get('method')
-    if method is None:
+    body = await read_json(request)
+    if (method := body.get('method')) is None:
       raise Refusal("Missing 'method' in request body", kind='Bad Request')
-    return to_json({'results': [await self._worker.call(method)]})
+    return to_json({'results': [await self._worker.call(method, *body.get('args', ()))]})
 
   async def _generate(self, request: web.Request) -> web.Response:
     if request.content_type != 'application/json':

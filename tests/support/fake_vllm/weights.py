@@ -23,12 +23,15 @@ class WorkerError(Exception):
 class Worker:
   """What takes the commands about weights."""
 
-  def __init__(self, core: Core, *, device: str = 'cpu'):
-    self._core, self._device = core, device
+  def __init__(self, core: Core, *, device: str = 'cpu', verifies: bool = True):
+    self._core, self._device, self._verifies = core, device, verifies
     self._updating = False
     self._writing = asyncio.Lock()
     self.holds: str | None = None
     """Label of the version that is loaded."""
+    self._verification: asyncio.Task | None = None
+    self._verified: dict[str, Any] = {}
+    """Description of the update whose files were verified last."""
 
   def start(self) -> None:
     if self._updating:
@@ -45,7 +48,11 @@ class Worker:
         raise WorkerError('start_weight_update must be called before update_weights.')
       held, stale = self._core.backend.tensors, self._core.faults.stale
       try:
-        tensors, label = await asyncio.to_thread(_read, info, held, self.holds)
+        verified = None
+        if self._verification is not None and info == self._verified:
+          verified = await self._verification  # Raises what the worker found.
+        self._verification = None
+        tensors, label = await asyncio.to_thread(_read, info, held, self.holds, verified)
       except ValueError as error:
         self._updating = False
         raise WorkerError(str(error)) from None
@@ -59,9 +66,19 @@ class Worker:
       raise WorkerError('finish_weight_update called without a matching start_weight_update.')
     self._updating = False
 
-  async def call(self, method: str) -> dict[str, Any]:
+  async def call(self, method: str, *args: Any) -> dict[str, Any]:
     """What the method of that name answers, as `rollout.vllm.worker` has them."""
     held = self._core.backend.tensors
+    if method == 'jaxrl_verify' and self._verifies:
+      (self._verified,) = args
+      self._verification = asyncio.create_task(
+        asyncio.to_thread(read_checked, self._verified['files'], self._verified['directory'])
+      )
+    if method in ('jaxrl_verify', 'jaxrl_verified') and self._verifies:
+      if (verification := self._verification) is None:
+        return {'done': True, 'error': 'nothing was verified'}
+      error = verification.done() and verification.exception()
+      return {'done': verification.done(), 'error': str(error or '')}
     if method == 'jaxrl_digests':
       return await asyncio.to_thread(
         lambda: {name: digest(tensor) for name, tensor in held.items()}
@@ -75,15 +92,23 @@ class Worker:
         name: {'shape': list(tensor.shape), 'dtype': tensor.dtype.name, 'slice': None}
         for name, tensor in held.items()
       }
-      return {'tensors': tensors, 'threads': 1, 'device': self._device}
+      return {
+        'tensors': tensors,
+        'threads': 1,
+        'device': self._device,
+        'verifies': self._verifies,
+      }
     raise WorkerError(f"'CPUWorker' object has no attribute '{method}'")
 
 
 def _read(
-  info: Mapping[str, Any], held: Mapping[str, np.ndarray], label: str | None
+  info: Mapping[str, Any],
+  held: Mapping[str, np.ndarray],
+  label: str | None,
+  verified: dict[str, np.ndarray] | None,
 ) -> tuple[dict[str, np.ndarray], str | None]:
   """The tensors of an update, and their label; ValueError, in the worker's words, for what
-  `rollout.vllm.worker` would refuse.
+  `rollout.vllm.worker` would refuse. Tensors that were `verified` are not read again.
   """
   unknown = sorted(set(info) - {'directory', 'files', 'label', 'deltas'})
   if unknown:
@@ -102,7 +127,8 @@ def _read(
       'update_info: wanted directory as text, and files as digests of tensors by file'
     )
   if files or not info.get('deltas'):
-    tensors, label = read_checked(files, directory), info.get('label')
+    tensors = read_checked(files, directory) if verified is None else dict(verified)
+    label = info.get('label')
   else:
     tensors = dict(held)
   if set(tensors) != set(held):

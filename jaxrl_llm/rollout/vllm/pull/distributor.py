@@ -13,7 +13,7 @@ import pathlib
 import secrets
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.core.net.token_server import FrontConfig
@@ -259,10 +259,20 @@ class PullTransfer(FileTransfer):
     local = await self._distributor.pull(self._host, publication, deadline_s=deadline_s)
     kept = self._distributor.directories
     self._local = {d: path for d, path in (self._local | local).items() if d in kept}
+    with self._fetching_again_after_errors():
+      await super().prepare(client, self._moved(publication), deadline_s=deadline_s)
 
   async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
-    try:
+    with self._fetching_again_after_errors():
       await super().send(client, self._moved(publication), deadline_s=deadline_s)
+
+  @contextlib.contextmanager
+  def _fetching_again_after_errors(self) -> Iterator[None]:
+    """After an error of the server, lets its host fetch the files again. Raises Lost instead of
+    Refused if the files have vanished.
+    """
+    try:
+      yield
     except RemoteError as error:
       self._distributor.forget(self._host)
       if isinstance(error, Refused) and 'cannot be read' in str(error):

@@ -214,21 +214,28 @@ def test_deltas_are_fetched_alone(tmp_path):
   run(main)
 
 
-def test_what_was_removed_from_a_hosts_memory_is_fetched_again(tmp_path):
+@pytest.mark.parametrize('when', ['before it is verified', 'before it is loaded'])
+def test_what_was_removed_from_a_hosts_memory_is_fetched_again(tmp_path, when):
   async def main():
     async with attached(tmp_path, ['one', 'two']) as hosts:
       await hosts.fleet.load(weights(A))
       removed = []
 
-      async def remove(publication, **options):
-        await prepare(publication, **options)
+      async def remove(info, **options):
         if not removed:
           removed.extend(bundles(hosts.roots[0]))
           for path in removed:
             shutil.rmtree(path)
+        await command(info, **options)
 
-      prepare = hosts.fleet.replicas[0].prepare
-      hosts.fleet.replicas[0].prepare = remove
+      replica = hosts.fleet.replicas[0]
+      if when == 'before it is verified':
+        command = replica.client.verify
+        replica.client.verify = remove
+      else:
+        replica.transfer._can_verify = False  # As of a server of an earlier release.
+        command = replica.client.update_weights
+        replica.client.update_weights = remove
       await hosts.fleet.load(weights(B))
       await until(lambda: all(r.version == B for r in hosts.fleet.replicas))
       assert removed and len(bundles(hosts.roots[0])) >= 1
