@@ -1,4 +1,4 @@
-"""Sessions of agents on a scripted policy, called over real sockets."""
+"""Sessions of agents for tests. The policy is scripted, and the calls use real sockets."""
 
 import contextlib
 
@@ -14,14 +14,16 @@ from jaxrl_llm.rollout.recording import Place
 
 
 class Caller:
-  """An agent's part: calls of a session with its key."""
+  """Calls a session as an agent does, with the session's key."""
 
   def __init__(self, url, key, session, episode, hub):
     self.url, self.session, self.episode, self.hub = url, session, episode, hub
     self.headers = {'Authorization': f'Bearer {key}'}
 
   async def post(self, path='chat/completions', *, headers=None, data=None, **body):
-    """Status and JSON of a response; the text if it is a stream."""
+    """Returns the status and the JSON of a response. Returns text instead of JSON if it is a
+    stream.
+    """
     content = {'json': body} if data is None else {'data': data}
     headers = self.headers if headers is None else headers
     async with (
@@ -32,7 +34,7 @@ class Caller:
       return response.status, await (response.json() if is_json else response.text())
 
   async def say(self, *messages, **body):
-    """The policy's message and its finish reason."""
+    """Returns the policy's message and its finish reason."""
     status, answer = await self.post(messages=list(messages), **body)
     assert status == 200, answer
     (choice,) = answer['choices']
@@ -41,7 +43,7 @@ class Caller:
 
 @contextlib.asynccontextmanager
 async def calling(proxy, tokenizer, *texts, hub=None, max_tokens=500, max_steps=1, **options):
-  """A caller of a new session, whose policy writes `texts`."""
+  """Yields a caller of a new session whose policy answers with `texts`, in order."""
   hub = hub or Scripted(tokenizer, *texts)
   place = Place(task=TASK, visit=0, group=GROUP, index=1)
   limits = {'max_tokens': max_tokens, 'max_steps': max_steps}
@@ -54,6 +56,6 @@ async def calling(proxy, tokenizer, *texts, hub=None, max_tokens=500, max_steps=
 
 @contextlib.asynccontextmanager
 async def opened(tokenizer, *texts, **options):
-  """A caller of the only session of a proxy."""
+  """Starts a proxy with one session, and yields a caller of that session."""
   async with Proxy() as proxy, calling(proxy, tokenizer, *texts, **options) as caller:
     yield caller

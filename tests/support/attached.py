@@ -18,7 +18,7 @@ POLICY = (f'--config.policy.model={json.dumps(SHAPE)}',)
 
 @contextlib.contextmanager
 def fake_servers(folder, count, model=SHAPE):
-  """(process, address) of each of some servers of a model of this shape."""
+  """Starts `count` fake servers of a model of this shape, and yields (process, address) of each."""
   write_config(
     folder, tiny('llama', serving.VOCAB, **model), dtype='float32', eos_ids=[1], pad_id=0
   )
@@ -45,7 +45,7 @@ def fake_servers(folder, count, model=SHAPE):
 
 
 def flags_of(servers, model=SHAPE):
-  """Flags of a job that is attached to these `fake_servers`."""
+  """Returns the flags of a job that is attached to servers of `fake_servers`."""
   addresses = json.dumps([address for _, address in servers])
   return (
     '--config.rollout.engine=vllm',
@@ -56,7 +56,7 @@ def flags_of(servers, model=SHAPE):
 
 @contextlib.contextmanager
 def fakes(folder, count=2, model=SHAPE):
-  """Flags of a job that is attached to servers."""
+  """Starts fake servers, and yields the flags of a job that is attached to them."""
   with fake_servers(folder, count, model) as servers:
     yield flags_of(servers, model)
     assert all(process.poll() is None for process, _ in servers), (

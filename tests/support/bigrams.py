@@ -91,7 +91,9 @@ def make_stage(**fields) -> Stage:
 
 
 def bigram(head: str = 'lm') -> Model:
-  """The least model there is: what comes next, or what it is worth, depends on the token alone."""
+  """Returns the smallest possible model: its output at a position (logits of the next token, or a
+  value) depends only on the token there.
+  """
   matrix, outputs = {'kernel': ('vocab', 'embed')}, VOCAB if head == 'lm' else 1
   return Model(
     spec=with_head(tiny('qwen3', VOCAB, num_hidden_layers=1), head),
@@ -109,7 +111,9 @@ def bigram(head: str = 'lm') -> Model:
 
 
 def forward(params, s: Sample):
-  """Logprobs of a sample's tokens but the first, one sequence alone, in float64 on the host."""
+  """Returns the logprobs of all tokens of a sample except the first. They are computed for this
+  sequence alone, in float64 on the host.
+  """
   embed, head = (np.asarray(params[name]['kernel'], np.float64) for name in ('embed', 'head'))
   logits = embed[s.tokens[:-1]] @ head.T / s.temperature
   table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -117,5 +121,5 @@ def forward(params, s: Sample):
 
 
 def asked_for(params, s: Sample):
-  """What an update reports: the logprobs of the tokens that are trained on, 0 elsewhere."""
+  """Returns the logprobs that an update should report: 0 for tokens that are not trained on."""
   return np.where(s.loss_mask[1:], forward(params, s), 0.0)

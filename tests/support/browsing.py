@@ -23,7 +23,9 @@ BINARIES = ('chromium', 'chromium-browser', 'google-chrome')
 
 
 def start_browser(profile: pathlib.Path) -> webdriver.Chrome:
-  """A browser with its console kept; the caller quits it. Skips the test where there is none."""
+  """Returns a browser that records its console. The caller must quit it. Skips the test if no
+  browser is installed.
+  """
   binary = next(filter(None, map(shutil.which, BINARIES)), None)
   if binary is None:
     pytest.skip('no chromium on this machine (Debian: apt-get install chromium chromium-driver)')
@@ -38,7 +40,7 @@ def start_browser(profile: pathlib.Path) -> webdriver.Chrome:
 def open_page(
   browser: webdriver.Chrome, page: pathlib.Path, *, width: int = 1280, scheme: str = 'light'
 ) -> None:
-  """Opens a file; the window is `width` pixels wide."""
+  """Opens a file in a window that is `width` pixels wide."""
   browser.execute_cdp_cmd(
     'Emulation.setEmulatedMedia', {'features': [{'name': 'prefers-color-scheme', 'value': scheme}]}
   )
@@ -48,7 +50,7 @@ def open_page(
 
 
 def wait_for_count(browser: webdriver.Chrome, selector: str, count: int) -> None:
-  """Returns once so many elements match, for the page draws after a click when it has time."""
+  """Waits until exactly `count` elements match. After a click, a page may draw later."""
 
   def matches(browser: webdriver.Chrome) -> bool:
     return len(browser.find_elements(By.CSS_SELECTOR, selector)) == count

@@ -16,25 +16,23 @@ from jaxrl_llm.core import background
 T = TypeVar('T')
 
 _SPEEDUP, _MAX_WAIT_S = 50.0, 0.1
-"""With sockets open, a jump over t seconds waits min(t / _SPEEDUP, _MAX_WAIT_S) real seconds for
-data on its way.
+"""If sockets are open, a jump over t simulated seconds waits min(t / _SPEEDUP, _MAX_WAIT_S) real
+seconds for data that is being transferred.
 """
 _THREAD_DEADLINE_S = 120.0
-"""Real seconds to wait for a thread when there is nothing else to wait for."""
+"""Real seconds to wait for a thread if no timer is set."""
 
 
 LOOP_CLOCK = types.SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-"""Stands in for the module `time` in code that runs on the loop, so that it measures simulated
-time.
-"""
+"""Replaces the module `time` in code that runs on the loop, so that it measures simulated time."""
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
   """An event loop whose clock jumps to the next timer when nothing else is left to do.
 
-  Traffic between its tasks and calls in its executor take no simulated time. The loop does not suit
-  tests that wait for another process, which it cannot see, nor tasks that retry without a pause:
-  time stands still while there is work.
+  Communication between its tasks and calls in its executor take no simulated time. The loop is
+  unsuitable for tests that wait for another process, because it cannot see that process. It is also
+  unsuitable for tasks that retry without a pause, because time stands still while there is work.
   """
 
   def __init__(self):
@@ -53,7 +51,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 class _Here:
-  """Stands in for `BackgroundLoop`."""
+  """Replaces `BackgroundLoop`: runs the work in the calling loop."""
 
   async def run(self, work: Coroutine[Any, Any, T]) -> T:
     return await work
@@ -72,7 +70,7 @@ class _Jumping(selectors.DefaultSelector):
       ready = super().select(_THREAD_DEADLINE_S)
       assert ready, f'nothing happened in {_THREAD_DEADLINE_S:g} s, and no timer is set'
       return ready
-    if len(self.get_map()) > 1:  # One socket is the loop's, by which threads wake it.
+    if len(self.get_map()) > 1:  # One socket belongs to the loop: threads use it to wake the loop.
       ready = super().select(min(timeout / _SPEEDUP, _MAX_WAIT_S))
     if not ready:
       self._loop.now += timeout
@@ -80,9 +78,9 @@ class _Jumping(selectors.DefaultSelector):
 
 
 def simulated(main: Coroutine[Any, Any, T], *, deadline_s: float = 60.0) -> T:
-  """Runs `main` on a SimulatedLoop; its result, or TimeoutError after `deadline_s` simulated
-  seconds. Responses are received in that loop too, since a loop in another thread has another
-  clock.
+  """Runs `main` on a SimulatedLoop and returns its result. Raises TimeoutError after `deadline_s`
+  simulated seconds. Responses are received in that loop too, because a loop in another thread has
+  another clock.
   """
   with (
     mock.patch.object(background, 'responses', _Here),

@@ -36,7 +36,7 @@ HOSTILE = (
 
 
 def job(name: str = 'quickstart', *, trainer: ProcessGroup | None = None, **fields) -> Job:
-  """A job with its run directory and key on a shared file system."""
+  """Returns a job with its run directory and key on a shared file system."""
   if trainer is None:
     trainer = ProcessGroup(
       name='trainer', command=('/venv/bin/python', '-m', 'train', '--config=x')
@@ -48,7 +48,7 @@ def job(name: str = 'quickstart', *, trainer: ProcessGroup | None = None, **fiel
 
 
 def cpu_job() -> Job:
-  """Two trainer processes on CPUs."""
+  """Returns a job with two trainer processes on CPUs."""
   command = ('jaxrl', 'train', '--config=quickstart', '--workdir=/data/runs/cpu')
   trainer = ProcessGroup(
     name='trainer', command=command, nodes=2, resources=ProcessResources(cpus=4, memory_gib=16)
@@ -57,7 +57,7 @@ def cpu_job() -> Job:
 
 
 def gpu_job() -> Job:
-  """Four trainer nodes with 8 GPUs, and four with vLLM servers."""
+  """Returns a job with four trainer nodes of 8 GPUs each, and four nodes with vLLM servers."""
   command = ('jaxrl', 'train', '--config=quickstart', '--workdir=/data/runs/gpus')
   serve = ('jaxrl', 'serve', '--role=vllm', '--registry=/data/runs/gpus/registry')
   eight = ProcessResources(cpus=96, memory_gib=800, gpus=8)
@@ -70,7 +70,7 @@ def gpu_job() -> Job:
 
 
 def tpu_job(*, nodes: int = 16, slices: int = 1, **fields) -> Job:
-  """A v5e slice of 64 chips for the trainer, and hosts of 8 chips for vLLM servers."""
+  """Returns a job with a v5e slice of 64 chips for the trainer, and hosts of 8 chips for vLLM."""
   command = ('jaxrl', 'train', '--config=quickstart', '--workdir=/data/runs/v5e-64')
   serve = ('jaxrl', 'serve', '--role=vllm', '--registry=/data/runs/v5e-64/registry')
   kind = 'tpu-v5-lite-podslice'

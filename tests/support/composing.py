@@ -1,5 +1,5 @@
-"""Hostile programs: right and wrong solutions with seeded compositions of attacks around them; and
-canaries.
+"""Hostile programs, which surround right and wrong solutions with seeded combinations of attacks;
+and canaries, which are secrets that attacks must not reach.
 """
 
 from __future__ import annotations
@@ -168,11 +168,11 @@ lambda: os.sched_setaffinity(1, {0}),
     except OSError: pass
   """,
 }
-"""Actions that harm a host or reveal it, in little time; CANARY is a directory of the host that
-anybody may write to.
+"""Actions that harm a host or spy on it, and that take little time. CANARY is replaced by a
+directory of the host that anybody may write to.
 
-What depends on who is first, such as a signal to a process that is about to start, is left to
-`hostile`: a verdict on it is the program's own luck.
+Attacks with a race, such as a signal to a process that is about to start, are in `hostile`: the
+verdict on them depends on chance.
 """
 
 _CHEAT = {
@@ -251,8 +251,8 @@ _CHEAT = {
       except OSError: pass
   """,
 }
-"""Actions that try to decide a verdict. The verdict on a right solution may be anything, but is
-always the same.
+"""Actions that try to decide a verdict. The verdict on a right solution may be any verdict, but it
+must always be the same.
 """
 
 _RIGHT = {
@@ -295,8 +295,8 @@ _CASES = {
 
 
 def plant_canaries(folder: pathlib.Path, monkeypatch) -> str:
-  """A secret in files that anybody may read and write, the home directory's among them, and in the
-  environment.
+  """Writes a new secret to files that anybody may read and write, also in the home directory, and
+  to the environment. Returns the secret.
   """
   secret = secrets.token_hex(16)
   for name in ('canary', 'home', 'run'):
@@ -306,29 +306,32 @@ def plant_canaries(folder: pathlib.Path, monkeypatch) -> str:
     (place / 'canary').chmod(0o666)
     place.chmod(0o777)
   for above in (folder, *folder.parents):
-    with contextlib.suppress(OSError):  # Another user's, who lets everybody through.
+    # The directory may belong to another user. It is then already accessible.
+    with contextlib.suppress(OSError):
       above.chmod(above.stat().st_mode | 0o011)
   monkeypatch.setenv('HOME', str(folder / 'home'))
-  # The first import of matplotlib, by reasoning-gym, leaves its list of fonts there.
+  # reasoning-gym imports matplotlib, whose first import writes its list of fonts to this directory.
   monkeypatch.setenv('MPLCONFIGDIR', str(folder.parent / 'matplotlib'))
   monkeypatch.setenv('JAXRL_CANARY', secret)
   return secret
 
 
 class Program(NamedTuple):
-  """An attack on a task."""
+  """A program that contains a solution of a task, and attacks."""
 
   text: str
   right: bool
-  """Whether the solution within it is right."""
+  """Whether the solution in the program is right."""
   attacks: tuple[str, ...]
   tests: tuple[str, ...]
   cases: tuple[tuple[str, str], ...]
-  """(input, output) where it has no tests."""
+  """Pairs (input, output). Empty if the program has tests."""
 
 
 def hostile_programs(count: int, *, seed: int, canary: str) -> list[Program]:
-  """The same programs for the same seed, about half of them with right solutions."""
+  """Returns `count` programs. About half of them contain right solutions. The same seed gives the
+  same programs.
+  """
   draw = random.Random(seed)
   return [_program(draw, canary) for _ in range(count)]
 
@@ -350,7 +353,9 @@ def _program(draw: random.Random, canary: str) -> Program:
 
 
 def _placed(draw: random.Random, block: str) -> str:
-  """The attack as it is, within a function, a thread, a child, or where an error is swallowed."""
+  """Returns the attack unchanged, or in a function, a thread, a child process, or a block that
+  swallows errors.
+  """
   block = textwrap.dedent(block).strip()
   within = textwrap.indent(block, '  ')
   match draw.choice(['plain', 'plain', 'try', 'function', 'thread', 'child']):

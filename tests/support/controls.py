@@ -1,8 +1,8 @@
-"""Training whose learning signal is broken on purpose: `tests/support/controls.py CONTROL
+"""Training with a learning signal that is broken on purpose: `tests/support/controls.py CONTROL
 FLAGS_OF_TRAIN`.
 
-Also the shortest example of an algorithm and a scorer of one's own: a function, and its name in a
-dictionary.
+Also the shortest example of a custom algorithm and a custom scorer: each is a function, and its
+name in a dictionary.
 """
 
 import numpy as np
@@ -19,14 +19,16 @@ def zero(attempt: Attempt) -> Verdict:
 
 
 def coin(attempt: Attempt) -> Verdict:
-  """0 or 1 by the sample's name alone, whatever was said; an evaluation is judged honestly."""
+  """Scores 0 or 1 as a function of the sample's name, whatever the answer is. Evaluations are
+  scored honestly.
+  """
   if attempt.uid.startswith('evaluation-'):
     return HONEST(attempt)
   return Verdict(value=float(xxhash.xxh3_64_intdigest(attempt.uid.encode()) & 1))
 
 
 def shuffled_grpo(config, setting):
-  """GRPO whose advantages are dealt anew among the members of each group."""
+  """Returns GRPO with the advantages of each group permuted among its members."""
   from jaxrl_llm.learner.policy_gradient import policy_gradient
 
   honest = policy_gradient(config, setting)

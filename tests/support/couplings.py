@@ -1,4 +1,4 @@
-"""Coupling table: jobs that cover every pair of levels of these factors at least once."""
+"""Jobs that cover every pair of levels of several factors at least once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = dict(
   tie_word_embeddings=False,
   rope_theta=1e4,
 )
-"""Shape of the policy of one layer."""
+"""Shape of a policy with one layer."""
 FACTORS: dict[str, tuple[Any, ...]] = {
   'engine': ('embedded', 'vllm'),
   'bound': (0, 2),
@@ -32,9 +32,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 REFUSED = {
   (('partial', True), ('replay', True)): 'stages.grpo.source.past; remove it',
 }
-"""Pairs that a configuration may not have, with what the refusal says."""
+"""Pairs that configurations refuse, each with a part of the error message."""
 REFUSED_TOGETHER = {('partial', True), ('algorithm', 'ppo'), ('workflow', 'two_turns')}
-"""Levels that a configuration may have by twos."""
+"""Levels that configurations refuse if all three are set. Any two of them are accepted."""
 
 Job = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
@@ -54,8 +54,8 @@ def all_pairs() -> set[Pair]:
 
 
 def jobs() -> list[Job]:
-  """Jobs without a refused pair that cover all other pairs: each time the one that covers the most
-  new pairs, the first of equals.
+  """Returns jobs without a refused pair that cover all other pairs. Each time, the job that covers
+  the most new pairs is chosen; of equals, the first.
   """
   candidates = [dict(zip(FACTORS, levels)) for levels in itertools.product(*FACTORS.values())]
   covers = [

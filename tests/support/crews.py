@@ -23,7 +23,7 @@ PATIENCE_S = 60
 
 
 class FakeHub:
-  """What `MasterHub` is, around the fake engine."""
+  """Replaces `MasterHub`: requests go to the fake engine."""
 
   def __init__(self, engine):
     self._engine, self.scored, self.asked = engine, [], []
@@ -41,7 +41,7 @@ class FakeHub:
 
 
 class Setting:
-  """A crew whose explorers are tasks of this event loop, over its real socket."""
+  """A crew whose explorers are tasks of this event loop and connect over the crew's real socket."""
 
   def __init__(self, directory, build=None, workflow=None, announce=None, max_tokens=4, **config):
     self.tokenizer = make_tokenizer(directory / 'tokenizer')
@@ -75,7 +75,7 @@ class Setting:
     self.explorers[name] = asyncio.create_task(explore(link, self.build))
 
   async def dismiss(self, name):
-    """It says that it leaves, and was the last one."""
+    """Stops the last explorer, and waits until the crew has noticed that it left."""
     self.explorers.pop(name).cancel()
     while self.crew.explorers:
       await asyncio.sleep(0.01)
@@ -101,7 +101,7 @@ class Setting:
     return Link(self.crew.address, key=None, ca_file=None, name=name)
 
   async def made(self, link, order):
-    """The samples of an honest explorer: their tokens were drawn for this lease."""
+    """Returns the samples that an honest explorer makes: their tokens were drawn for this lease."""
     workflow = SingleTurn(exploring._LeasedHub(link, order['lease']), self.tokenizer, max_tokens=4)
     how = {
       'stage': order['stage'],

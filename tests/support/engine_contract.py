@@ -1,4 +1,4 @@
-"""What every engine promises, whatever draws its tokens: the body of the contract tests."""
+"""Requirements on every engine, whatever its source of tokens: the body of the contract tests."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ A, B, C, D, E = (Version(0, step) for step in range(5))
 
 
 async def hold(engine: Engine, model, *, atol: float) -> None:
-  """Checks a started engine without weights.
+  """Checks a started engine that has no weights yet.
 
   Args:
-    model: a model of VOCAB tokens, whose sequences may be 400 tokens long.
-    atol: of logprobs against the model's own forward.
+    model: model of VOCAB tokens that allows sequences of 400 tokens.
+    atol: absolute tolerance of logprobs against the model's own forward pass.
   """
   assert isinstance(engine, Engine)
   init = jax.jit(model.init)
@@ -36,7 +36,7 @@ async def hold(engine: Engine, model, *, atol: float) -> None:
   host = jax.tree.map(np.array, first)
   await engine.load(weights_of(model, host, A))
   for leaf in jax.tree.leaves(host):
-    leaf[...] = 0.0  # It has its own copy.
+    leaf[...] = 0.0  # The engine must have its own copy.
   assert engine.version == A
   await _tokens_are_the_policys(engine, model, first, A, atol)
   await engine.load(weights_of(model, second, B))
@@ -53,7 +53,7 @@ async def hold(engine: Engine, model, *, atol: float) -> None:
 
 async def _tokens_are_the_policys(engine, model, params, version, atol) -> None:
   for temperature, samples in ((0.0, 1), (0.7, 4), (1.0, 4)):
-    # With half of the vocabulary as stop ids, some stop and some do not.
+    # A quarter of the vocabulary are stop ids, so that some completions stop and some do not.
     asked = request(
       5,
       max_tokens=6,
@@ -78,7 +78,7 @@ async def _tokens_are_the_policys(engine, model, params, version, atol) -> None:
 
 
 def _most_probable(model, params, tokens) -> np.ndarray:
-  """The greatest probability of any token at each position; 0 at the first."""
+  """Returns the greatest probability of any token at each position. The first entry is 0."""
   positions = np.arange(LENGTH)[None]
   padded = np.pad(np.asarray(tokens, np.int32), (0, LENGTH - len(tokens)))[None]
   hidden = jax.jit(model.apply)(
@@ -98,7 +98,7 @@ async def _samples_do_not_depend_on_their_number(engine) -> None:
 
 
 async def _repetition_ends_a_completion(engine) -> None:
-  """At the same token in every engine: the first that completes a repetition."""
+  """A completion must end at the first token that completes a repetition, in every engine."""
   found = set()
   for size, count in ((1, 2), (3, 2)):
     rule = RepetitionDetection(min_pattern_size=1, max_pattern_size=size, min_count=count)
@@ -127,11 +127,12 @@ async def _repetition_ends_a_completion(engine) -> None:
 
 
 async def completions_continue(engine, model, params, *, atol: float, count: int = 240) -> None:
-  """Checks that completions can be continued token by token, on an engine that serves `params`.
+  """Checks that completions can be continued after any number of tokens, on an engine that serves
+  `params`.
 
   Args:
-    atol: of logprobs against the model's own forward.
-    count: completions of the χ² test.
+    atol: absolute tolerance of logprobs against the model's own forward pass.
+    count: number of completions of the χ² test.
   """
   greedy = request(12, max_tokens=24, sampling=Sampling(temperature=0.0))
   (whole,) = await ask(engine, greedy)
@@ -152,8 +153,9 @@ async def completions_continue(engine, model, params, *, atol: float, count: int
 
 
 async def _first_tokens_after_a_cut_are_new(engine, model, params, count) -> None:
-  """χ² of a table of quartiles: where in its distribution each completion's first token lies, and
-  where the first token after a cut does. The same random numbers again would fill the diagonal.
+  """Checks that tokens after a cut use new random numbers, with a χ² test of a table of quartiles:
+  the quartile of each completion's first token in its distribution, and the quartile of its first
+  token after the cut. If the random numbers were repeated, the counts would lie on the diagonal.
   """
   asked = request(8, max_tokens=3, samples=count)
   begun = await ask(engine, asked)
@@ -169,7 +171,9 @@ async def _first_tokens_after_a_cut_are_new(engine, model, params, count) -> Non
   probabilities = np.asarray(jax.nn.softmax(hidden @ model.head_kernel(params).T), np.float64)
 
   def quartiles(at):
-    """Of the token at a position, spread evenly over the token's share of the distribution."""
+    """Returns, per row, the quartile in which the token at position `at` lies. The token's share of
+    the distribution is spread evenly.
+    """
     row, drawn = probabilities[:, at - 1], tokens[:, at]
     below = np.array([p[:token].sum() for p, token in zip(row, drawn)])
     own = row[np.arange(count), drawn]
@@ -185,7 +189,7 @@ async def _first_tokens_after_a_cut_are_new(engine, model, params, count) -> Non
 
 
 def continued(asked: Request, index: int, begun: Sequence[int], **fields) -> Request:
-  """The request that continues one completion after the tokens `begun`."""
+  """Returns the request that continues one completion after its first tokens, `begun`."""
   return dataclasses.replace(
     asked, prompt=(*asked.prompt, *begun), begun=len(begun), first=index, samples=1, **fields
   )
@@ -203,7 +207,9 @@ async def _bad_requests_are_refused(engine) -> None:
 
 
 async def _weights_may_get_another_name(engine, model, params, atol) -> None:
-  """The name alone changes: for what comes, for what is under way, and until the next load."""
+  """Relabelling changes only the version: of new completions and of those in progress, until the
+  next load.
+  """
   asked = request(10, samples=2, max_tokens=8)
   before = await ask(engine, asked)
   waiting = asyncio.create_task(ask(engine, request(11, samples=2, max_tokens=200)))

@@ -1,9 +1,8 @@
-"""Expected gradients by enumeration: a policy so small that every batch it can sample is summed
-over, in float64.
+"""Expected gradients by enumeration: the policy is so small that the sum runs over every batch it
+can sample, in float64.
 
-Nothing is sampled here, so numbers that should be equal are equal to rounding. `python
-tests/support/enumeration.py` brings the tables and the examples of docs/reference/algorithms.md up
-to date.
+Nothing is sampled, so numbers that should be equal are equal up to rounding. `python
+tests/support/enumeration.py` updates the tables and the examples of docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ DOCUMENT = ROOT / 'docs' / 'reference' / 'algorithms.md'
 
 VOCAB, END = 3, 0
 RESPONSES = ((0,), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2))
-"""All there are: token 0 ends a response, and after two tokens it is cut. The prompt is one token,
-0.
+"""All possible responses. Token 0 ends a response, and a response is cut after two tokens. The
+prompt is one token, 0.
 """
 REWARDS = (0.4, 1.7, -0.6, 0.1, 0.9, -1.3, 2.2)
 CRITIC = (0.5, 0.2, 0.7)
-"""Value of each prefix, by its last token."""
+"""Value of each prefix, keyed by the last token of the prefix."""
 LONGEST = 3
-"""Tokens of prompt and response."""
+"""Maximum number of tokens of a prompt and its response."""
 CHUNKS, CHUNK_LEN, SEGMENTS = 2, 6, 3
 
-# Logits [prefix, token]: what follows the prompt, token 1, token 2.
+# Logits `[prefix, token]`. The prefixes are: the prompt, token 1, token 2.
 POLICY = np.array([[0.2, -0.4, 0.5], [0.3, 0.8, -0.9], [-0.2, 0.6, 0.1]])
 OTHER = np.array([[-0.5, 0.4, 0.6], [0.9, -0.1, -0.3], [0.5, 0.2, -0.6]])
 REFERENCE = np.array([[0.6, 0.1, -0.3], [-0.4, 0.5, 0.4], [0.1, -0.5, 0.8]])
 
 
 class Policies(NamedTuple):
-  """Logits of the policy that is updated, the one that sampled, the proximal one and the
-  reference.
+  """Logits of four policies: the updated policy, the policy that sampled, the proximal policy, and
+  the reference.
   """
 
   policy: np.ndarray
@@ -64,10 +63,12 @@ class Policies(NamedTuple):
 ON_POLICY = Policies(POLICY, POLICY, POLICY, REFERENCE)
 """The first update on fresh samples."""
 STALE = Policies(POLICY, OTHER, POLICY, REFERENCE)
-"""The first update on samples of another policy: the correction is at work, no ratio is clipped."""
+"""The first update on samples of another policy. The off-policy correction is active, and no ratio
+is clipped.
+"""
 MOVED = Policies(POLICY, OTHER, OTHER, REFERENCE)
-"""A later update on fresh samples, or `bypass_old_logprobs`: the clip is at work, there is nothing
-to correct.
+"""A later update on fresh samples, or an update with `bypass_old_logprobs`. Ratios may be clipped,
+and no off-policy correction is needed.
 """
 
 
@@ -77,13 +78,13 @@ def catalogue(name: str, **options: Any) -> Algorithm:
 
 
 def reinforce(**options: Any) -> Algorithm:
-  """The example of docs/reference/algorithms.md."""
+  """Returns the algorithm of the example in docs/reference/algorithms.md."""
   kind, make = own_algorithm.ALGORITHM
   return make(kind(**options), Setting(max_response_length=2))
 
 
 def penalised(kind: by_token.Estimator, coef: float) -> Algorithm:
-  """REINFORCE on returns-to-go of the reward less a KL penalty at each token."""
+  """Returns REINFORCE on the returns-to-go of the reward minus a KL penalty at each token."""
 
   def annotate(closed: Closed) -> Annotation:
     names = ('loss_mask', 'proximal_logprobs', 'reference_logprobs')
@@ -103,12 +104,12 @@ def penalised(kind: by_token.Estimator, coef: float) -> Algorithm:
 
 
 Group = tuple[int, ...]
-"""Numbers of its responses."""
+"""Indices of a group's responses in RESPONSES."""
 
 
 def batches(groups: int, size: int) -> Iterator[tuple[tuple[Group, ...], int]]:
-  """Every batch up to order, with the number of its orders: of the groups, and of the samples in
-  each.
+  """Yields every batch without regard to order, with its number of orderings: of the groups, and of
+  the samples of each group.
   """
   members = list(itertools.combinations_with_replacement(range(len(RESPONSES)), size))
   for batch in itertools.combinations_with_replacement(members, groups):
@@ -120,7 +121,7 @@ def _orders(items: Sequence[Any]) -> int:
 
 
 def expected_gradient(algorithm: Algorithm, policies: Policies, **options: Any) -> np.ndarray:
-  """`expected_gradients` in one setting."""
+  """Returns `expected_gradients` for one setting."""
   (found,) = expected_gradients(algorithm, [policies], **options)
   return found
 
@@ -133,11 +134,12 @@ def expected_gradients(
   size: int = 2,
   terms: Collection[str] | None = None,
 ) -> np.ndarray:
-  """E[∇ loss] with respect to the policy's logits, in each setting, over all batches of `groups`
-  groups of `size`.
+  """Returns E[∇ loss] with respect to the policy's logits, in each setting. The expectation is over
+  all batches of `groups` groups of `size` samples.
 
-  Each batch goes through `algorithm.annotate`, is packed, and goes through `algorithm.loss` as in
-  an update of one micro-batch. `terms`: those of the loss that count; None: all.
+  Each batch goes through `algorithm.annotate`, is packed, and goes through `algorithm.loss`, as in
+  an update with one micro-batch. `terms`: names of the loss terms that count. If None, all terms
+  count.
   """
   if algorithm.reference.every == 1:
     settings = [policies._replace(reference=policies.proximal) for policies in settings]
@@ -153,8 +155,8 @@ def expected_gradients(
     parts.append(_packed(listed, columns, annotated))
     weights.append(chances)
 
-  # JAX compiles each operation once for each size of its arrays: so they are filled up, with
-  # batches of weight 0.
+  # JAX compiles each operation once per array size. All arrays are therefore filled up to one size,
+  # with batches of weight 0.
   def filled_up(leaves):
     return np.resize(np.concatenate(leaves), (MOST, *leaves[0].shape[1:]))
 
@@ -176,8 +178,8 @@ def expected_gradients(
 def _loss(
   algorithm: Algorithm, table, chunks: Chunks, constants: Constants, terms: Collection[str] | None
 ):
-  # The prompt's token is 0 like the end, after which nothing is predicted: so the last token names
-  # the prefix.
+  # The prompt's token is 0, like the end token, after which nothing is predicted. The last token
+  # therefore identifies the prefix.
   hidden = jax.nn.one_hot(chunks.tokens, VOCAB, dtype=table.dtype)
   ones = jnp.ones(chunks.tokens.shape, table.dtype)
   outputs = token_logprobs(
@@ -191,12 +193,12 @@ def _loss(
 
 
 class Annotated(NamedTuple):
-  """Of many batches, padded to the longest row."""
+  """Annotations of many batches, padded to the longest row."""
 
   advantages: np.ndarray
-  """[batches, rows, LONGEST]"""
+  """Array `[batches, rows, LONGEST]`."""
   in_loss: np.ndarray
-  """[batches, rows]"""
+  """Array `[batches, rows]`."""
   constants: Constants
 
 
@@ -222,7 +224,9 @@ def _annotated(
 
 
 MOST = 3 * sum(1 for _ in batches(2, 2))
-"""The most batches that are summed over at once: of two groups of two, in three settings."""
+"""Maximum number of batches in one sum: all batches of two groups of two samples, in three
+settings.
+"""
 
 
 @functools.cache
@@ -243,7 +247,7 @@ def _row(number: int, group: str, i: int) -> Row:
 
 
 def _packed(listed: Sequence[tuple[Group, ...]], columns: Columns, annotated: Annotated) -> Chunks:
-  """The batches as the update gets them, arrays `[batches, chunks, ...]`."""
+  """Returns the batches in the form that an update gets: arrays `[batches, chunks, ...]`."""
   members = np.array([sum(batch, ()) for batch in listed])
   places = [_places(tuple(1 + len(RESPONSES[i]) for i in own)) for own in members]
   row, position = np.array([p.row for p in places]), np.array([p.position for p in places])
@@ -272,10 +276,12 @@ def _packed(listed: Sequence[tuple[Group, ...]], columns: Columns, annotated: An
 
 
 class Places(NamedTuple):
-  """What lies where in a packed batch, arrays [CHUNKS, CHUNK_LEN]."""
+  """Contents of a packed batch: for each place, the row, its position and its segment. The arrays
+  have the shape `[CHUNKS, CHUNK_LEN]`.
+  """
 
   row: np.ndarray
-  """-1 = padding"""
+  """Index of the row; -1 for padding."""
   position: np.ndarray
   segment: np.ndarray
 
@@ -296,11 +302,11 @@ def _places(lengths: tuple[int, ...]) -> Places:
 
 
 Columns = dict[str, np.ndarray]
-"""[responses, LONGEST], by field of Chunks; 0 behind a response's end."""
+"""Arrays `[responses, LONGEST]`, keyed by field of Chunks. Entries after a response's end are 0."""
 
 
 def _columns(policies: Policies) -> Columns:
-  """Of every response behind its prompt."""
+  """Returns the columns of every response. Each response follows its prompt."""
   tokens, mask = (
     np.zeros((len(RESPONSES), LONGEST), np.int32),
     np.zeros((len(RESPONSES), LONGEST), bool),
@@ -332,7 +338,7 @@ def _log_softmax(table: np.ndarray) -> np.ndarray:
 
 
 def gradient_of(value: Callable[[Any], Any], table: np.ndarray = POLICY) -> np.ndarray:
-  """∇ value(log-probabilities [prefix, token]) with respect to the logits."""
+  """Returns ∇ value(logprobs `[prefix, token]`) with respect to the logits."""
   with jax.enable_x64(True):
     return np.asarray(
       jax.grad(lambda logits: value(jax.nn.log_softmax(logits, axis=1)))(jnp.asarray(table))
@@ -340,7 +346,9 @@ def gradient_of(value: Callable[[Any], Any], table: np.ndarray = POLICY) -> np.n
 
 
 def response_logprobs(logprobs):
-  """[responses], from [prefix, token] log-probabilities: the sum of those on each one's way."""
+  """Returns an array `[responses]`: the sum of each response's token logprobs. `logprobs` has the
+  shape `[prefix, token]`.
+  """
   ways = np.zeros((len(RESPONSES), VOCAB, VOCAB))
   for way, response in zip(ways, RESPONSES):
     for prefix, token in itertools.pairwise((0, *response)):
@@ -353,13 +361,15 @@ def expected_reward(logprobs):
 
 
 def sequence_kl(logprobs):
-  """KL(policy || reference) of whole responses."""
+  """Returns KL(policy || reference) of whole responses."""
   own = response_logprobs(logprobs)
   return (jnp.exp(own) * (own - response_logprobs(_log_softmax(REFERENCE)))).sum()
 
 
 def mirror_descent(logprobs, *, start: np.ndarray, size: int, tau: float):
-  """What OPMD minimises on samples of the policy `start`, its reference, in groups of `size`."""
+  """Returns the expectation that OPMD minimises, on samples of the policy `start` in groups of
+  `size`. `start` is also its reference.
+  """
   old = response_logprobs(_log_softmax(start))
   ratio = response_logprobs(logprobs) - old
   advantages = (size - 1) / size * (np.array(REWARDS) - (np.exp(old) * REWARDS).sum())
@@ -367,8 +377,9 @@ def mirror_descent(logprobs, *, start: np.ndarray, size: int, tau: float):
 
 
 def conditional(per_prefix: Callable[[Any, Any], Any], sampler: np.ndarray) -> Callable[[Any], Any]:
-  """Sum over prefixes of a functional of (policy, reference) there, times how often `sampler` comes
-  by: a constant.
+  """Returns a function of the policy's logprobs: the sum over prefixes of `per_prefix(policy,
+  reference)`, weighted by how often the policy `sampler` visits each prefix. The weights are
+  constants.
   """
   first = np.exp(_log_softmax(sampler))[0]
   visits = np.array([1.0, first[1], first[2]])
@@ -378,12 +389,12 @@ def conditional(per_prefix: Callable[[Any, Any], Any], sampler: np.ndarray) -> C
 
 
 def reverse_kl(p, q):
-  """KL(policy || reference) at each prefix."""
+  """Returns KL(policy || reference) at each prefix."""
   return (jnp.exp(p) * (p - q)).sum(1)
 
 
 def forward_kl(p, q):
-  """KL(reference || policy) at each prefix."""
+  """Returns KL(reference || policy) at each prefix."""
   return (jnp.exp(q) * (q - p)).sum(1)
 
 
@@ -395,7 +406,7 @@ def entropy(p, q):
 
 
 def likeness(found: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
-  """(cosine, ratio of norms); the cosine of nothing is NaN."""
+  """Returns (cosine, ratio of norms). If `found` is zero, the cosine is NaN."""
   norms = np.linalg.norm(found), np.linalg.norm(exact)
   if norms[0] < 1e-12 * norms[1]:
     return math.nan, 0.0
@@ -430,7 +441,7 @@ ALGORITHM_ROWS: tuple[tuple[str, dict[str, Any], dict[str, int]], ...] = (
 
 
 def algorithm_table() -> str:
-  """Likeness of each algorithm's expected gradient to ∇E[reward]."""
+  """Returns a Markdown table that compares each algorithm's expected gradient with ∇E[reward]."""
   exact = -gradient_of(expected_reward)
   made: list[tuple[str, dict[str, Any], dict[str, int], Algorithm]] = [
     ('the example below', {}, THREE, reinforce())
@@ -453,7 +464,9 @@ def algorithm_table() -> str:
 
 
 def kl_table() -> str:
-  """Likeness of each KL's expected gradient to that of two functionals; groups of two."""
+  """Returns a Markdown table that compares the expected gradient of each KL term with the gradients
+  of two functionals. The groups have two samples.
+  """
   whole = gradient_of(sequence_kl)
   lines = [
     '| where | options | against the sequence KL | against the conditional KL | the same, moved |',
@@ -487,8 +500,8 @@ def kl_table() -> str:
 
 @functools.cache
 def penalty_gradient(kind: by_token.Estimator) -> np.ndarray:
-  """What a penalty in the reward adds to the expected gradient of the loss, before any
-  whitening.
+  """Returns the contribution of a penalty in the reward to the expected gradient of the loss,
+  without whitening.
   """
   return expected_gradient(penalised(kind, 1.0), ON_POLICY) - expected_gradient(
     penalised(kind, 0.0), ON_POLICY
@@ -496,7 +509,7 @@ def penalty_gradient(kind: by_token.Estimator) -> np.ndarray:
 
 
 def _shown(cosine: float, ratio: float) -> str:
-  """'1' is exact: what is near it is shown with its digits."""
+  """Formats a likeness. '1' means exactly 1: numbers near 1 are shown with more digits."""
 
   def digits(x):
     return '1' if abs(x - 1.0) < 1e-12 else f'{x:.3f}'.replace('1.000', f'{x:.5f}')
@@ -521,8 +534,8 @@ def _source(name: str) -> str:
 
 
 def filled(document: str) -> str:
-  """The document with what stands between `<!-- begin: part -->` and `<!-- end: part -->` made
-  anew.
+  """Returns the document with the text between each `<!-- begin: part -->` and `<!-- end: part -->`
+  generated anew.
   """
   for part, make in PARTS.items():
     marked = re.compile(

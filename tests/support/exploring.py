@@ -1,8 +1,8 @@
-"""Rollouts without a model: a deterministic engine and scorers, and an explorer around them with a
-real store.
+"""Rollouts without a model: a deterministic engine and deterministic scorers, and an explorer that
+uses them with a real store.
 
-What a request is answered with depends on its key and sample index alone; when it is answered
-depends on `delays`.
+The answer to a request depends only on the request's key, its sample indices and its temperature.
+The time of the answer depends on `delays`.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ LETTERS = 'abcdefgh'
 
 
 class FakeEngine:
-  """Implements `rollout.api.Engine`: `length` letters and a stop token, sample by sample, in an
-  order that varies.
+  """Implements `rollout.api.Engine`. An answer has 1 to 3 letters and usually a stop token. Samples
+  end one after another, in a random order.
 
   Attributes:
-    delays: its numbers say how many turns of the event loop each sample takes.
-    fail_at: the request (counted from 0) that raises `error`.
-    hold: requests of which it says so do not end.
-    prompt: whether it answers at once, whatever `delays`.
-    generated: number of tokens that it has returned.
-    published: 'load' or 'relabel' with its version, oldest first.
+    delays: seed of the number of event-loop turns that each sample takes.
+    fail_at: number of the request that raises `error`, counted from 0.
+    hold: called with a request. While it returns True, the request does not end.
+    prompt: whether samples take no turns, whatever `delays` is.
+    generated: number of tokens returned so far.
+    published: ('load' or 'relabel', version) of each publication, oldest first.
   """
 
   name = 'fake'
@@ -106,7 +106,7 @@ class FakeEngine:
     )
 
   async def load(self, weights: Weights) -> None:
-    await asyncio.sleep(0.01)  # Others run meanwhile.
+    await asyncio.sleep(0.01)  # Lets other tasks run.
     self._publish('load', weights.version)
 
   async def relabel(self, version: Version) -> None:
@@ -127,9 +127,9 @@ class FakeEngine:
 
 
 class ContinuingEngine(FakeEngine):
-  """An engine whose answers have `length(request, index)` tokens, the stop token among them, and
-  which continues what it has begun. A token depends on its request's key, its sample's index and
-  its position alone, and so does its logprob.
+  """An engine whose answers have `length(request, index)` tokens, including the stop token, and
+  which continues started completions. A token and its logprob depend only on the request's key, the
+  sample's index and the token's position.
   """
 
   def __init__(
@@ -156,7 +156,7 @@ class ContinuingEngine(FakeEngine):
 
 
 class FakeScorers(ScorerPool):
-  """The pool's API without its processes: `judge` says what an attempt is worth."""
+  """Has the pool's API without its processes. `judge` returns the value of an attempt."""
 
   def __init__(self, judge: Callable[[Attempt], float | None], *, delays: int = 0):
     super().__init__({'judge': lambda attempt: None}, REWARDS)
@@ -190,8 +190,8 @@ SEQUENTIAL = SamplerConfig(order='sequential')
 
 
 class Exploration:
-  """An explorer, and what it is made of; groups of two from sequential tasks, two groups in a
-  batch.
+  """An explorer and its parts. Tasks are sequential, groups have two samples, and batches have two
+  groups.
   """
 
   def __init__(
@@ -239,7 +239,7 @@ class Exploration:
     )
 
   async def batches(self, count: int) -> list[tuple[list[Experience], dict[str, int]]]:
-    """The first `count` batches; each is trained, and its version served, before the next."""
+    """Returns the first `count` batches. Each is trained on before the next is collected."""
     found = []
     async with self.explorer.running():
       for step in range(count):
@@ -252,17 +252,18 @@ class Exploration:
     return found
 
   def number(self, attempt: Attempt) -> int:
-    """Which of the tasks an attempt is at."""
+    """Returns the index of an attempt's task."""
     return self.tasks.index(attempt.task)
 
 
 class Batches:
-  """Batches of two groups of two, one after the other, with what a commit would hold after each.
+  """Consecutive batches of two groups of two samples, and the state that a commit would hold after
+  each.
 
   Attributes:
-    scored: how often each attempt was scored.
-    states: the explorer's state as JSON after each number of batches.
-    training: turns of the event loop that an update takes.
+    scored: number of times that each attempt was scored, keyed by uid.
+    states: the explorer's state as JSON, keyed by number of batches.
+    training: number of event-loop turns that an update takes.
   """
 
   def __init__(
@@ -285,7 +286,7 @@ class Batches:
     return float(attempt.response_len)
 
   async def collect(self, first: int, end: int) -> list[tuple[list[Experience], dict[str, int]]]:
-    """Members and counts of each batch from `first` to before `end`."""
+    """Returns members and counts of the batches `first` to `end - 1`."""
     found = []
     async with self.explorer.running():
       for step in range(first, end):
@@ -294,7 +295,7 @@ class Batches:
         batch, counts = await self.explorer.collect()
         uids = [member.sample.uid for member in batch]
         self.store.at(step).seal(uids)
-        for _ in range(self.training):  # The next batches are generated meanwhile.
+        for _ in range(self.training):  # Meanwhile, the next batches are generated.
           await asyncio.sleep(0)
         self.explorer.complete(uids)
         self.states[step + 1] = json.dumps(self.explorer.state())

@@ -1,4 +1,4 @@
-"""A small run that the doctor finds healthy, and the same run with one planted fault."""
+"""A small run that the doctor finds healthy, and the same run with planted faults."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FAULTS = {
   'NaN weights': 'weights',
   'overlong prompts': 'lengths',
 }
-"""The check that must find each fault."""
+"""Name of the check that must find each fault."""
 IN_BATCHES = (
   'wrong answer extraction',
   'evaluation leakage',
@@ -59,11 +59,11 @@ IN_BATCHES = (
   'swapped KL sign',
   'mismatch over budget',
 )
-"""Faults that let the doctor try batches; they can be planted together."""
+"""Faults that do not prevent the doctor from trying batches. They can be planted together."""
 
 
 def write_tasks(folder: pathlib.Path) -> None:
-  """Writes sums: 64 to train on, 16 others to evaluate."""
+  """Writes sums to two files: 64 for training, and 16 others for evaluation."""
   rows = [
     {'question': f'add {a} and {b}', 'answer': f'{a}+{b}\n#### {a + b}'}
     for a in range(10, 18)
@@ -78,7 +78,9 @@ def write_rows(path: pathlib.Path, rows: list[dict[str, str]]) -> None:
 
 
 def healthy(folder: pathlib.Path) -> Config:
-  """SFT for three steps, then GRPO with a KL term, on sums; tasks and programs are in `folder`."""
+  """Returns the configuration of a healthy run: three steps of SFT on sums, then GRPO with a KL
+  term. The tasks are in `folder`, and the compilation cache is next to it.
+  """
   if not (folder / 'train.jsonl').exists():
     write_tasks(folder)
   tasksets = tuple(
@@ -132,7 +134,9 @@ def healthy(folder: pathlib.Path) -> Config:
 
 
 def plant(folder: pathlib.Path, *planted: str) -> Config:
-  """Returns the configuration of the healthy run with these faults; its files go to `folder`."""
+  """Returns the configuration of the healthy run with the faults `planted`. Their files are written
+  to `folder`.
+  """
   config = healthy(folder)
   for fault in planted:
     config = _PLANTED[fault](config, folder)
@@ -157,7 +161,9 @@ def _leakage(config: Config, folder: pathlib.Path) -> Config:
 
 
 def _tokenizer(config: Config, folder: pathlib.Path, **fields: Any) -> Config:
-  """Has the run read a tokenizer whose tokenizer_config.json has other values; None removes one."""
+  """Makes the run use a tokenizer with changed values in tokenizer_config.json. None removes a
+  value.
+  """
   path = folder / 'tokenizer'
   build_tokenizer(_BYTES, (), path)
   file = path / 'tokenizer_config.json'
@@ -189,7 +195,9 @@ def _sign(config: Config, folder: pathlib.Path) -> Config:
 
 
 def _memory(config: Config, folder: pathlib.Path) -> Config:
-  """A model whose two publications do not fit, frozen under adapters, so that it could be held."""
+  """Makes the model so large that two publications exceed the shared memory. Its weights are frozen
+  under adapters, so they could be held.
+  """
   embed = 4096
   vocabulary = shutil.disk_usage(SHARED_MEMORY).free // (2 * 4 * embed) + 1
   model = {**config.policy.model, 'hidden_size': embed, 'vocab_size': vocabulary}

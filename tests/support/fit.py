@@ -6,7 +6,9 @@ import numpy as np
 
 
 def chi_square(tokens, probabilities):
-  """(statistic, degrees of freedom) with outcomes expected fewer than 5 times joined."""
+  """Returns (statistic, degrees of freedom). Outcomes that are expected fewer than 5 times are
+  joined.
+  """
   expected = probabilities * len(tokens)
   counts = np.bincount(tokens, minlength=len(probabilities)).astype(float)
   rare = expected < 5
@@ -18,5 +20,6 @@ def chi_square(tokens, probabilities):
 
 def assert_fits(tokens, probabilities):
   statistic, freedom = chi_square(tokens, probabilities)
-  # mean f, variance 2f; 4 deviations: the keys are fixed, so this passes always or never.
+  # A χ² statistic with f degrees of freedom has mean f and variance 2f. The limit is 4 standard
+  # deviations. The keys are fixed, so the test always passes or always fails.
   assert statistic < freedom + 4 * np.sqrt(2 * freedom), (statistic, freedom)

@@ -1,5 +1,5 @@
-"""Fleets over fake servers whose tokens tell who drew them: the server, which of its draws, and the
-step of the weights that were loaded.
+"""Fleets over fake servers. Each token's logprob tells the server that drew it, the number of the
+draw, and the step of the loaded weights.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ from jaxrl_llm.weights.tables import entries
 MODEL = serving.model_of('qwen2', tied=True)
 A, B, C = (Version(0, step) for step in (1, 2, 3))
 NORM = 'model.norm.weight'
-"""All of it is the step of the weights."""
+"""Name of a tensor. All of its values are the step of the weights."""
 GARBAGE = 99
-"""What it is instead on a server that was never published to."""
+"""Step of the first weights of a server, before any publication."""
 GENERATE, UPDATE = '/inference/v1/generate', '/update_weights'
 VOCAB = serving.VOCAB
 SCALE = 2.0**-14
-"""So that a logprob tells up to 2**24 exactly in float32, and is never as low as vLLM's for
-impossible tokens.
+"""Scale of logprobs. Numbers up to 2**24 are exact in float32, and no logprob is as low as vLLM's
+logprobs of impossible tokens.
 """
 PATIENCE_S = 60
-"""Of a test that would otherwise hang; no test waits for it to pass."""
+"""Seconds after which a test that hangs fails. No test waits for them to pass."""
 SOON = {'latency_s': 1.0, 'min_tokens_per_s': 1000.0}
-"""For servers that hang."""
+"""Options with short deadlines, for servers that hang."""
 PERSISTENT = {'max_restarts': 10**6}
-"""For servers that are brought back again and again, until the test mends them."""
+"""Options for servers that are restarted again and again, until the test repairs them."""
 
 
 def run(main, runner=asyncio.run):
@@ -63,7 +63,9 @@ def tensors(step, spec=MODEL.spec):
 
 
 def score(tokens, loaded):
-  """Of the embedding and the last norm: what the other tensors are, no logprob can tell."""
+  """Returns the logprobs of a sequence. They depend only on the embedding and the final norm, so
+  they do not reveal the other tensors.
+  """
   return [
     -float(loaded[NORM].mean()) - float(np.abs(loaded['model.embed_tokens.weight'][token]).sum())
     for token in tokens[1:]
@@ -71,10 +73,11 @@ def score(tokens, loaded):
 
 
 def weights(version, *, probed=None):
-  """Those of the version's step.
+  """Returns the weights of the version's step.
 
   Args:
-    probed: step of what the trainer computes with, if it is something else.
+    probed: step of the weights that the trainer's logprobs are computed with. If None, it is the
+      version's step.
   """
   sequences = np.random.default_rng(0).integers(0, VOCAB, (2, 6), np.int32)
   loaded = tensors(probed or version.step)
@@ -90,8 +93,8 @@ def script(seed, count):
 
 
 class Marked(Scripted):
-  """The script of a seed, with logprobs that say who drew each token, which draw of it, and from
-  what weights.
+  """Draws the tokens of `script`. Each logprob tells the server, the number of the draw, and the
+  step of the loaded weights.
   """
 
   def __init__(self, number, spec=MODEL.spec):
@@ -99,7 +102,7 @@ class Marked(Scripted):
     self.number, self.draws = number, itertools.count(1)
     self.working = self.most = 0
     self.used = set()
-    """Steps of the weights that tokens of requests were drawn from."""
+    """Steps of the weights that requests' tokens were drawn with."""
     self.may_score = asyncio.Event()
     self.may_score.set()
     self.scoring = 0
@@ -112,7 +115,7 @@ class Marked(Scripted):
 
   async def draw(self, prompt, params, index):
     draw = next(self.draws)
-    asked = len(prompt) > 2  # Else it is the fleet's own.
+    asked = len(prompt) > 2  # A shorter prompt comes from the fleet's own checks.
     self.working += asked
     self.most = max(self.most, self.working)
     try:
@@ -125,7 +128,7 @@ class Marked(Scripted):
 
 
 class Place:
-  """Where one fake server listens, or after its death the next."""
+  """The address of a fake server. After the server's death, a new one can listen there."""
 
   def __init__(self, folder, number):
     self.number, self.uds = number, str(folder / f'{number}.sock')
@@ -139,13 +142,13 @@ class Place:
     await self.server.start(uds=self.uds)
 
   async def restart(self):
-    """Another process, whose weights nobody published."""
+    """Replaces the server by a new one, whose weights are unpublished."""
     await self.server.close()
     await self.start()
 
   @property
   def asked(self):
-    """Names of the requests that came, oldest first."""
+    """Names of the received requests, oldest first."""
     return [body['request_id'] for body in self.server.generate_bodies if 'request_id' in body]
 
   async def digests(self):
@@ -177,7 +180,7 @@ async def places(folder, count, **fields):
 
 @contextlib.asynccontextmanager
 async def fleet_over(made, folder, *, first=A, **config):
-  """A fleet of attached servers that serves its first version."""
+  """Yields a fleet of attached servers that serves its first version."""
   async with serving.attached(MODEL, [place.address for place in made], folder, **config) as fleet:
     if first is not None:
       await fleet.load(weights(first))
@@ -185,17 +188,18 @@ async def fleet_over(made, folder, *, first=A, **config):
 
 
 class Between:
-  """A place before another: passes all on, but for what a test does to it."""
+  """A proxy before a server. It passes everything on, except for the changes that a test makes."""
 
   def __init__(self, place):
     self.place, self.uds = place, f'{place.uds}-between'
     self.address = f'unix:{self.uds}'
     self.alter_body = self.alter_answer = lambda path, body: None
-    """Change it in place; (path, JSON)."""
+    """Functions of (path, JSON) that may change the JSON in place."""
     self.status = lambda path: None
-    """Answered instead, where it gives one."""
+    """Function of the path. If it returns a status, that is the answer, and nothing is passed on.
+    """
     self.let_through = asyncio.Event()
-    """Whether requests for samples are."""
+    """Whether requests for samples are passed on."""
     self.let_through.set()
     self.held = 0
 
@@ -236,8 +240,8 @@ class Between:
 
 
 def check(asked, completions):
-  """Whole, the sample that was asked for, and every token drawn from the weights that its segment
-  names.
+  """Checks that completions are whole and are the requested samples, and that every token was drawn
+  with the weights that its segment names.
   """
   for index, completion in enumerate(completions):
     assert completion.tokens.tolist() == script(sampler_seed(3, asked, index), asked.max_tokens)
@@ -257,7 +261,7 @@ def draws(completions):
 
 
 def draw_of(logprob):
-  """Of all draws of all servers."""
+  """Returns the number of a draw and of its server. It is unique among all draws of all servers."""
   return int(-logprob / SCALE) // 128
 
 
@@ -266,7 +270,7 @@ def engines(completions):
 
 
 async def wave(fleet, *, groups=6, samples=3, begin=0, **fields):
-  """Completions of groups that are asked for at once, checked."""
+  """Requests several groups at once, checks their completions and returns them."""
   asked = [request(begin + i, samples=samples, max_tokens=8, **fields) for i in range(groups)]
   found = await asyncio.gather(*(ask(fleet, one) for one in asked))
   for one, completions in zip(asked, found, strict=True):
@@ -281,7 +285,9 @@ def versions(found):
 
 
 async def back(fleet, place, version):
-  """Waits until a server serves a version, and sees that it holds what was published as that."""
+  """Waits until a server serves a version, and checks that it holds the published tensors of that
+  version.
+  """
   replica = fleet.replicas[place.number]
   await until(lambda: replica.state == ReplicaState.SERVING and replica.version == version)
   assert place.server.label.startswith(f'{version}-') and not place.server.paused

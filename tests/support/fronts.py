@@ -1,6 +1,6 @@
-"""Fronts for tests: their token, their configuration, a server behind them.
+"""Fronts for tests: their token, their configuration, and a server behind them.
 
-Processes in other network namespaces import this module, so it imports little.
+Processes in other network namespaces import this module, so it has few imports.
 """
 
 import asyncio
@@ -19,7 +19,9 @@ TOKEN = 'token-of-this-test-0123456789'
 
 
 class Upstream:
-  """The server behind: a Unix socket and a loopback port; tells what it saw."""
+  """The server behind a front. It listens at a Unix socket and at a loopback port, and records its
+  requests.
+  """
 
   def __init__(self, answer=None):
     self.seen = []
@@ -50,7 +52,7 @@ class Upstream:
     )
     await runner.setup()
     unix, site = str(folder / 'upstream.sock'), web.TCPSite(runner, '127.0.0.1', 0)
-    # As many as vLLM's server lets wait.
+    # The same backlog as that of vLLM's server.
     await web.UnixSite(runner, unix, backlog=2048).start()
     await site.start()
     self.addresses = {'unix': f'unix:{unix}', 'loopback': f'http://127.0.0.1:{site.port}'}
@@ -80,7 +82,7 @@ def request_bytes(method='GET', path='/health', *lines, body=b''):
 
 
 def serve_before(address, folder):
-  """A front on the cable between two namespaces, before a server; ends with its input."""
+  """Runs a front between two network namespaces, before a server. Ends when stdin ends."""
 
   async def main():
     token = os.path.join(folder, 'token')
@@ -93,7 +95,8 @@ def serve_before(address, folder):
 
 
 def call_every_route(address, token):
-  """Prints the statuses of a call to each route, and of a few that no front lets through."""
+  """Prints the status of a call to each route, and of calls to a few paths that no front accepts.
+  """
 
   async def main():
     headers = {'Authorization': f'Bearer {token}'} if token else {}

@@ -1,6 +1,6 @@
-"""Inputs for fuzzing: valid ones, changed in structure or in their bytes, and how many are tried.
+"""Inputs for fuzzing: valid inputs that are changed in their structure or in their bytes.
 
-A change leaves most of an input valid, so that the checks behind the first are reached too.
+A change leaves most of an input valid, so that the later checks are reached too.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ COUNTS = pytest.mark.parametrize(
   'count',
   [pytest.param(SEEDED, marks=pytest.mark.full), pytest.param(MANY, marks=pytest.mark.acceptance)],
 )
-"""Inputs of each kind, by tier."""
+"""Number of inputs of each kind: SEEDED in the full tier, MANY in the acceptance tier."""
 _HANGS_S = 120
-"""An input that takes longer is taken to hang; no input is meant to come near."""
+"""Seconds after which an input counts as hanging. No input should come near this limit."""
 _MEMORY_KIB = 1 << 20
-"""Growth that the peak memory of a fuzzed process may have."""
+"""Maximum growth of a fuzzed process's peak memory, in KiB."""
 _LINE = 4096
-"""Characters of the longest line that a log or an answer may have."""
+"""Maximum number of characters of a line in a log or an answer."""
 
 
 def fuzz(check: Callable[..., None], count: int, **strategies: st.SearchStrategy) -> None:
@@ -54,7 +54,7 @@ def fuzz(check: Callable[..., None], count: int, **strategies: st.SearchStrategy
 
 @contextlib.contextmanager
 def bounded(seconds: float = _HANGS_S) -> Iterator[None]:
-  """Ends a block that hangs."""
+  """Fails a block that takes longer than `seconds`."""
 
   def give_up(number: int, frame: types.FrameType | None) -> None:
     raise AssertionError(f'no end after {seconds} s')
@@ -69,14 +69,14 @@ def bounded(seconds: float = _HANGS_S) -> Iterator[None]:
 
 
 def check_line(text: str) -> None:
-  """One line that a person can read, and no traceback."""
+  """Checks that a message is one readable line without a traceback."""
   assert text and len(text) <= _LINE, (len(text), text[:200])
   assert len(text.splitlines()) == 1, text[:_LINE]
   assert 'Traceback' not in text, text
 
 
 class Quiet(logging.Handler):
-  """Collects what is logged."""
+  """Collects log messages, and those that are faulty."""
 
   def __init__(self):
     super().__init__(logging.INFO)
@@ -90,14 +90,16 @@ class Quiet(logging.Handler):
       self.faults.append(f'{record.name}: {text[:_LINE]} {record.exc_info}')
 
   def check(self) -> None:
-    """Raises AssertionError for a traceback or a line too long."""
+    """Raises AssertionError if a traceback, several lines or an overlong line was logged. Forgets
+    all messages.
+    """
     faults, self.faults, self.lines = self.faults, [], []
     assert not faults, faults[0]
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[Quiet]:
-  """Everything that any logger says in the block."""
+  """Yields a collector of all log messages of the block."""
   handler, root = Quiet(), logging.getLogger()
   root.addHandler(handler)
   try:
@@ -107,7 +109,9 @@ def quiet() -> Iterator[Quiet]:
 
 
 def state_of(directory: pathlib.Path) -> dict[str, str]:
-  """Digest of every file below a directory, by its path; directories and links by name."""
+  """Returns a digest of every file below a directory, keyed by path. The values of directories and
+  links are their kinds.
+  """
   found = {}
   for path in sorted(directory.rglob('*')):
     kind = 'link' if path.is_symlink() else 'directory' if path.is_dir() else None
@@ -173,11 +177,11 @@ _MSGPACK = {
   'nothing': b'',
 }
 _RAW = tuple(f'@raw {name}@' for name in _JSON)
-"""Texts that stand for what no value is written as."""
+"""Placeholders for bytes that no encoder writes. `json_bytes` and `msgpack_bytes` replace them."""
 
 
 def leaves() -> st.SearchStrategy[Any]:
-  """A hostile value."""
+  """Returns a strategy of hostile values."""
   return st.one_of(
     st.sampled_from(TEXTS),
     st.sampled_from(NUMBERS),
@@ -191,7 +195,7 @@ def leaves() -> st.SearchStrategy[Any]:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-  """(container, key) of everything in a value."""
+  """Yields (container, key) of every item in a value, at any depth."""
   if isinstance(value, dict | list):
     for key in [*value] if isinstance(value, dict) else range(len(value)):
       yield value, key
@@ -228,7 +232,7 @@ def _wrap(draw, container: Any, key: Any) -> None:
 
 
 def _edit(draw, container: Any, key: Any) -> None:
-  """Changes a leaf a little."""
+  """Changes a leaf slightly."""
   value = container[key]
   if isinstance(value, str):
     place, extra = (
@@ -264,14 +268,14 @@ _CHANGES = (_replace, _replace, _drop, _double, _add, _wrap, _edit, _edit, _rety
 
 @st.composite
 def changed(draw, value: Any, *, most: int = 3) -> Any:
-  """The value with one to `most` changes somewhere in it."""
+  """Draws a value with one to `most` changes."""
   root = [copy.deepcopy(value)]
   for _ in range(draw(st.integers(1, most))):
     places = [*_places(root)]
     if not places:
       break
     container, key = draw(st.sampled_from(places))
-    if container is root and draw(st.integers(0, 9)):  # Rarely all of it.
+    if container is root and draw(st.integers(0, 9)):  # The whole value is rarely replaced.
       places = places[1:] or places
       container, key = draw(st.sampled_from(places))
     draw(st.sampled_from(_CHANGES))(draw, container, key)
@@ -280,7 +284,7 @@ def changed(draw, value: Any, *, most: int = 3) -> Any:
 
 @st.composite
 def damaged(draw, data: bytes) -> bytes:
-  """The bytes cut, flipped, repeated, or in another encoding."""
+  """Draws the bytes with one change: cut, flipped, repeated, or in another encoding."""
   begin = draw(st.integers(0, len(data)))
   end = draw(st.integers(begin, min(len(data), begin + 64)))
   how = draw(
@@ -315,8 +319,8 @@ def damaged(draw, data: bytes) -> bytes:
 
 
 def json_bytes(value: Any) -> bytes:
-  """As JSON: with NaN, escaped surrogates and bytes as texts, and what no encoder writes where
-  `_RAW` stands for it.
+  """Encodes a value as JSON, with NaN, escaped surrogates, and bytes as text. The placeholders in
+  `_RAW` become bytes that no encoder writes.
   """
   data = json.dumps(value, default=lambda other: other.decode('latin1'), skipkeys=True).encode()
   for name, raw in _JSON.items():
@@ -325,7 +329,9 @@ def json_bytes(value: Any) -> bytes:
 
 
 def msgpack_bytes(value: Any) -> bytes:
-  """As msgpack: with lone surrogates, and what no encoder writes where `_RAW` stands for it."""
+  """Encodes a value as msgpack, with lone surrogates. The placeholders in `_RAW` become bytes that
+  no encoder writes.
+  """
   data = msgpack.packb(_packable(value), unicode_errors='surrogatepass')
   for name, raw in _MSGPACK.items():
     data = data.replace(msgpack.packb(f'@raw {name}@'), raw)
@@ -333,7 +339,7 @@ def msgpack_bytes(value: Any) -> bytes:
 
 
 def _packable(value: Any) -> Any:
-  """Integers that msgpack has not, as the float or the text that a peer would send."""
+  """Replaces integers that msgpack cannot represent by text."""
   if isinstance(value, dict):
     return {_packable(key): _packable(item) for key, item in value.items()}
   if isinstance(value, list | tuple):
@@ -347,7 +353,7 @@ def _packable(value: Any) -> Any:
 def encoded(
   draw, value: Any, encode: Callable[[Any], bytes] = json_bytes, *, most: int = 3
 ) -> bytes:
-  """The bytes of a changed value; now and then these are damaged too."""
+  """Draws the bytes of a changed value. One in five is damaged too."""
   data = encode(draw(changed(value, most=most)))
   return draw(damaged(data)) if draw(st.integers(0, 4)) == 0 else data
 
@@ -355,7 +361,7 @@ def encoded(
 def one_of_each(
   values: Sequence[Any], encode: Callable[[Any], bytes] = json_bytes, **how: int
 ) -> st.SearchStrategy:
-  """`encoded` of any of the values."""
+  """Returns a strategy that draws one of the values, changed and encoded as by `encoded`."""
   return st.sampled_from(range(len(values))).flatmap(
     lambda place: encoded(values[place], encode, **how)
   )

@@ -1,8 +1,9 @@
-"""Computes the gradients of a run's recorded plans, in one process or in each of a job's.
+"""Computes the gradients of a run's recorded plans, in one process or in every process of a job.
 
   python tests/support/gradients.py RUN PLANS OUT MESH
 
-RUN is a finished run, PLANS a JSON file with some of its plans, MESH the JSON of a `MeshConfig`.
+RUN is a finished run, PLANS is a JSON file with some of its plans, and MESH is a `MeshConfig` as
+JSON.
 The process detects its job as `jaxrl train` does. Process 0 writes losses and gradients to OUT
 (.npz).
 """
@@ -42,7 +43,8 @@ def main(run: pathlib.Path, recorded: pathlib.Path, out: pathlib.Path, config: M
   loader, found = RowLoader(run, mesh), {}
   setting = Setting(max_response_length=8)
   algorithms = {'sft': sft(SftConfig(), setting), 'grpo': policy_gradient(GrpoConfig(), setting)}
-  computes = {  # Each is compiled once for all of its stage's plans of one shape.
+  # Each function is compiled once for all plans of its stage that have the same shape.
+  computes = {
     stage: jax.jit(
       functools.partial(
         gradients, model, algorithm.loss, token_chunk=16, on_policy=('proximal_logprobs',)

@@ -1,5 +1,5 @@
-"""Programs that try to break out of a sandbox or to harm its host, and what is left of them on the
-host.
+"""Programs that try to break out of a sandbox or to harm its host, and checks of what they leave on
+the host.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 import pytest
 
 LINGER = f'sleep {10_000_000 + os.getpid()}'
-"""What programs leave running: a name that nothing else on the machine has, other processes of
-these tests included.
+"""Command that hostile programs leave running. Its number depends on this process's id, so no other
+process on the machine has the same command.
 """
 MARK = f'left-by-a-hostile-program-{os.getpid()}'
 
@@ -120,7 +120,7 @@ EVERY = {
 
 
 def processes(*needles: str) -> list[str]:
-  """The command lines of processes that hold one of the needles."""
+  """Returns the command lines of processes that contain one of the needles."""
   found = []
   for path in pathlib.Path('/proc').glob('[0-9]*/cmdline'):
     try:
@@ -133,7 +133,7 @@ def processes(*needles: str) -> list[str]:
 
 
 def descendants(pid: int) -> set[int]:
-  """Of those that live: one that has ended and was not waited for yet is none."""
+  """Returns the ids of the living descendants of a process. Zombies do not count."""
   parents: dict[int, int] = {}
   for path in pathlib.Path('/proc').glob('[0-9]*/stat'):
     try:
@@ -149,7 +149,9 @@ def descendants(pid: int) -> set[int]:
 
 
 def settled(count, still_s: float = 2.0) -> int:
-  """A count once it has stayed the same for a while: nothing is starting or ending any more."""
+  """Returns a count once it has been constant for `still_s` seconds: no process is starting or
+  ending any more.
+  """
   last, since = count(), time.monotonic()
   while time.monotonic() < since + still_s:
     time.sleep(0.05)
@@ -159,7 +161,9 @@ def settled(count, still_s: float = 2.0) -> int:
 
 
 def has_ended(pid: int) -> bool:
-  """Also its descriptors are closed then: a process that ends has no command line before that."""
+  """Returns whether a process has ended and closed its descriptors. A process that is ending loses
+  its command line earlier than its descriptors.
+  """
   try:
     return pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] in 'ZX'
   except OSError:
@@ -167,7 +171,7 @@ def has_ended(pid: int) -> bool:
 
 
 def until(holds, patience_s: float = 30.0) -> bool:
-  """Waits until something holds; False if it does not come to it."""
+  """Waits until `holds` returns True. Returns False if that takes longer than `patience_s`."""
   deadline = time.monotonic() + patience_s
   while not holds():
     if time.monotonic() > deadline:
@@ -177,7 +181,8 @@ def until(holds, patience_s: float = 30.0) -> bool:
 
 
 class Host:
-  """What of a host may not change for a program: mounts, descriptors, threads, processes, files."""
+  """State of a host that a program must not change: mounts, descriptors, threads, processes, files.
+  """
 
   def __init__(self, *directories: str):
     self._directories = directories
@@ -217,8 +222,8 @@ _PROBES = {
 
 
 def skip_where_this_machine_forbids(error, isolation='auto'):
-  """Skips if nothing else can isolate here either; else raises the error: it is the sandbox's
-  own.
+  """Skips the test if other tools cannot isolate on this machine either. Otherwise raises the
+  error, because the sandbox is at fault.
   """
   for name, probe in _PROBES.items():
     if (

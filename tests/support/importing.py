@@ -1,4 +1,4 @@
-"""Imports of other libraries' configurations, as the commands make them."""
+"""Imports of other libraries' configurations, made in the same way as by the commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def from_trl(
 
 
 def fates(result: Imported) -> Mapping[str, str]:
-  """What became of each key; of a key that was given twice, of the last."""
+  """Returns what became of each key. If a key was given twice, the last one counts."""
   return {item.key: item.fate for item in result.outcomes}
 
 
@@ -49,7 +49,7 @@ def texts(result: Imported) -> Mapping[str, str]:
 
 
 def written(result: Imported) -> Config:
-  """The configuration that the written file returns."""
+  """Returns the configuration that the written file defines."""
   names: dict = {}
   exec(result.source(pathlib.Path('imported.sh'), pathlib.Path('x.py')), names)
   return names['get_config']()

@@ -1,4 +1,4 @@
-"""Starts the real training program as a person would, and reads what it left behind."""
+"""Starts the real training program as a user would, and reads the files that it wrote."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ SMALL = (
   '--config.evaluation.held_out.tasks=24',
   '--config.rollout.embedded.slots=24',
   '--config.checkpoint.every_steps=3',
-  # So that rewards differ inside groups from the first step on.
+  # Rewards must differ within groups from the first step on.
   '--config.rewards.scorers.0.options={"partial_credit":true}',
 )
-"""What all shipped configurations share: same code, smaller numbers."""
+"""Flags that make any shipped configuration small. The code is the same; only the numbers are
+smaller.
+"""
 QUICK = (
   '--config=configs/quickstart.py',
   *SMALL,
@@ -44,30 +46,33 @@ QUICK = (
   '--config.stages.grpo.source.group_size=4',
   '--config.stages.grpo.evaluate_every=4',
 )
-"""The quickstart's job in seconds."""
+"""Flags of the quickstart's job, shortened to seconds."""
 RIGHT = (
   '--config.rewards.scorers.0.kind=format',
   '--config.rewards.scorers.0.options={"template":"{x}a{y}"}',
 )
-"""What a policy of a few steps meets now and then: a word with one 'a', at neither end."""
+"""Flags of a scorer whose rule is a word with one 'a' that is neither its first nor its last
+letter. A policy after a few steps satisfies it now and then.
+"""
 PARTIAL = (
   '--config.rollout.partial=' + json.dumps({'budget': 3, 'max_spans': 4}),
   '--config.rollout.embedded.prefill_buckets=(6,12)',
 )
-"""A budget below the length of nearly all answers, which have up to 7 tokens."""
+"""Flags with a budget below the length of nearly all answers, which have up to 7 tokens."""
 UNTIMED = (
   *('timing_s/', 'timing_per_token_ms/', 'perf/', 'goodput/seconds/', 'goodput/wall_s/'),
-  # What engines generated since this start: a kill loses some of it, and makes them repeat some.
+  # Number of tokens that engines generated since this start. A kill loses some of them, and some
+  # are generated again.
   *('goodput/tokens/generated', 'goodput/tokens/evaluated'),
 )
-"""Metrics that may differ between two equal runs."""
+"""Beginnings of the names of metrics that may differ between two equal runs."""
 SESSION = 'JAXRL_TEST_SESSION'
-"""Environment variable with the directory that all workers of a test session share."""
+"""Name of the environment variable with the directory that all workers of a test session share."""
 
 
 def small(config: str, *flags: str, steps: int = 6) -> tuple[str, ...]:
-  """A shipped configuration in seconds: a stage of demonstrations, then `steps` batches of 6 groups
-  of 4.
+  """Returns the flags of a shipped configuration, shortened to seconds: a stage of demonstrations,
+  then `steps` batches of 6 groups of 4 samples.
   """
   return (
     f'--config=configs/{config}',
@@ -85,8 +90,8 @@ PPO = small(
   'ppo.py',
   '--config.stages.1.minibatches=2',
   '--config.stages.1.epochs=2',
-  # A critic that warms up, a reference that is refreshed, a coefficient that is adapted: all of it
-  # is kept.
+  # A commit must keep all of this: a critic that warms up, a reference that is refreshed, and a
+  # coefficient that adapts.
   '--config.stages.1.algorithm.options='
   + json.dumps(
     {
@@ -97,20 +102,20 @@ PPO = small(
       'reference': {'every': 4},
     }
   ),
-  # The peak is made up: there is none of CPUs. One step is traced.
+  # The peak is a made-up number, because CPUs have none. One step is traced.
   '--config.logging.peak_tflops=0.05',
   '--config.logging.profile_steps=(14,)',
   steps=9,
 )
 PPO_OF_TWO = (
   *PPO,
-  # Training goes on beside an evaluation.
+  # Training continues during an evaluation.
   '--config.stages.1.evaluate_every=3',
   '--config.stages.1.overlap_evaluation=true',
-  # The processes make a memory plan. With so much memory, it is the one without remat.
+  # The processes make a memory plan. With this much memory, it is the plan without remat.
   f'--config.learner.memory_bytes={10**12}',
 )
-"""PPO for two processes."""
+"""Flags of PPO for two processes."""
 
 
 def session() -> pathlib.Path:
@@ -118,7 +123,9 @@ def session() -> pathlib.Path:
 
 
 def environment(**extra: str) -> dict[str, str]:
-  """One device, cheap programs, and XLA's pool pinned, as the launch scripts do."""
+  """Returns the environment of a job: one device, programs that compile quickly, and a fixed size
+  of XLA's thread pool, as in the launch scripts.
+  """
   fixed = {
     'JAX_PLATFORMS': 'cpu',
     'XLA_FLAGS': programs.CHEAP,
@@ -143,15 +150,17 @@ def command(
 
 
 def own_programs(workdir: pathlib.Path) -> str:
-  """A flag for a job that compiles everything itself, which leaves time to kill it half-way."""
+  """Returns the flag of a job that compiles all programs itself. This leaves time to kill the job
+  half-way.
+  """
   return f'--config.compilation_cache={workdir.parent / "programs"}'
 
 
 def start(
   workdir: pathlib.Path, *flags: str, environ: Mapping[str, str] | None = None, **options
 ) -> subprocess.Popen | warm.Process:
-  """Starts a job without importing (`warm`), or one that compiles otherwise, or the supervisor of
-  several processes.
+  """Starts a job. One process with the usual compiler options is a fork that needs no imports (see
+  `warm`). Any other job is started as usual; for several processes, that is their supervisor.
   """
   train, env = command(workdir, *flags, **options), environment() if environ is None else environ
   return _start(train, env, fork=options.get('processes', 1) == 1)
@@ -160,7 +169,7 @@ def start(
 def _start(
   args: list[str], env: Mapping[str, str], *, fork: bool
 ) -> subprocess.Popen | warm.Process:
-  # A fork has the flags of XLA that its parent has read.
+  # A fork keeps the XLA flags that its parent has read.
   if fork and env['XLA_FLAGS'] == programs.CHEAP:
     return warm.start(args[1:], cwd=ROOT, env=env)
   pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
@@ -170,7 +179,8 @@ def _start(
 def train(
   workdir: pathlib.Path, *flags: str, expect: int = 0, timeout_s: float = 600, **options
 ) -> subprocess.CompletedProcess:
-  """Runs a job to its end; raises with its output when the exit code is not `expect`."""
+  """Runs a job to its end. Raises AssertionError with its output if the exit code is not `expect`.
+  """
   return _finish(start(workdir, *flags, **options), expect, timeout_s=timeout_s)
 
 
@@ -181,8 +191,8 @@ def call(
   timeout_s: float = 600,
   environ: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
-  """Runs a script of this repository to its end; raises with its output when the exit code is not
-  `expect`.
+  """Runs a script of this repository to its end. Raises AssertionError with its output if the exit
+  code is not `expect`.
   """
   env = environment() if environ is None else environ
   args = [sys.executable, script, *map(str, arguments)]
@@ -206,12 +216,12 @@ def _finish(
 
 
 def shared(name: str, build: Callable[[pathlib.Path], object]) -> pathlib.Path:
-  """A directory that the first worker to ask builds for the whole test session; afterwards it is
-  read-only.
+  """Returns a directory that is built once per test session, by the first worker that requests it.
+  Afterwards it is read-only.
 
   Args:
-    build: makes the directory that it is given. Where it fails, the next worker to ask builds
-      again.
+    build: called with the path of the directory to make. If it fails, the next worker that requests
+      the directory builds it again.
   """
   folder = session() / 'shared'
   folder.mkdir(exist_ok=True)
@@ -226,8 +236,8 @@ def shared(name: str, build: Callable[[pathlib.Path], object]) -> pathlib.Path:
 
 
 def finished(name: str, *flags: str, **options) -> pathlib.Path:
-  """The directory of a finished run, trained once in a session; its standard output is in a file
-  beside it.
+  """Returns the directory of a finished run, which is trained once per session. Its standard output
+  is in a file next to it.
   """
 
   def build(workdir: pathlib.Path) -> None:
@@ -237,52 +247,58 @@ def finished(name: str, *flags: str, **options) -> pathlib.Path:
 
 
 def printed(workdir: pathlib.Path) -> str:
-  """The standard output of a `finished` run."""
+  """Returns the standard output of a `finished` run."""
   return workdir.with_suffix('.stdout').read_text()
 
 
 def quick_run() -> pathlib.Path:
-  """QUICK, run to its end."""
+  """Returns the directory of a finished run of QUICK."""
   return finished('quick')
 
 
 def ppo_run() -> pathlib.Path:
-  """PPO, run to its end."""
+  """Returns the directory of a finished run of PPO."""
   return finished('ppo', config=PPO)
 
 
 def start_script(name: str, folder: pathlib.Path, *changes: str) -> str:
-  """Runs a script of docs/start to its end; returns what it prints."""
+  """Runs a script of docs/start to its end, and returns its standard output."""
   cache = f'compilation_cache={session() / "programs"}'
   return call(f'docs/start/{name}.py', folder, cache, *changes).stdout
 
 
 def chat_sft_run() -> pathlib.Path:
-  """What docs/start/chat_sft.py leaves with a third of its steps: rows, checkpoint and `run`."""
+  """Returns the directory that docs/start/chat_sft.py writes with a third of its steps: rows,
+  checkpoint and `run`.
+  """
   steps = ('stages.sft.steps=60', 'stages.sft.evaluate_every=20')
   return shared('chat_sft', lambda folder: start_script('chat_sft', folder, *steps))
 
 
 def reward_model_run() -> pathlib.Path:
-  """configs/reward_model.py with few pairs and steps, run to its end."""
+  """Returns the directory of a finished run of configs/reward_model.py, with few pairs and steps.
+  """
   shared = tuple(flag for flag in SMALL if 'policy.model' in flag or 'tasksets' in flag)
   pairs = ('--config.preferences.0.size=300', '--config.preferences.1.size=50')
   steps = ('--config.stages.0.steps=6', '--config.stages.0.evaluate_every=3')
-  # Room for the stop token after an answer that reached the policy's limit.
+  # This leaves room for the stop token after an answer that reached the policy's limit.
   longer = ('--config.rollout.max_response_length=12',)
   config = ('--config=configs/reward_model.py', *shared, *pairs, *steps, *longer)
   return finished('reward_model', config=config)
 
 
 def killed_ppo_run() -> pathlib.Path:
-  """PPO, killed inside the warm-up and after a refresh of the reference, and run to its end."""
+  """Returns the directory of a PPO run that was killed twice and then finished. The kills come
+  during the critic's warm-up and after a refresh of the reference.
+  """
   return shared('killed_ppo', lambda workdir: killed_and_resumed(workdir, 16, 21, config=PPO))
 
 
 def killed_and_resumed(
   workdir: pathlib.Path, *counts: int, flags: tuple[str, ...] = (), **options
 ) -> pathlib.Path:
-  """Kills a run when metrics.jsonl has each of these numbers of rows, and then lets it end."""
+  """Kills a run when metrics.jsonl has each of these numbers of rows, and then runs it to its end.
+  """
   for count in counts:
     process = start(workdir, *flags, **options)
     wait_for_rows(workdir, count, process)
@@ -292,7 +308,7 @@ def killed_and_resumed(
 
 
 def copy(workdir: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-  """Copies a shared run to a directory that may be changed."""
+  """Copies a shared run to a directory that a test may change."""
   return shutil.copytree(workdir, target)
 
 
@@ -306,7 +322,7 @@ def rows(workdir: pathlib.Path) -> list[dict]:
 def wait_for_commit(
   workdir: pathlib.Path, process: subprocess.Popen | warm.Process, *, timeout_s: float = 300
 ) -> None:
-  """Returns when a commit is complete; raises when the process ends before."""
+  """Waits until a commit is complete. Raises AssertionError if the process ends earlier."""
   deadline = time.monotonic() + timeout_s
   with times.phase('job'):
     while not commits(workdir):
@@ -316,13 +332,13 @@ def wait_for_commit(
 
 
 def count_rows(workdir: pathlib.Path) -> int:
-  """The number of `rows`, without reading what is in them: cheap enough to poll."""
+  """Returns the number of `rows` without parsing them, which is cheap enough for polling."""
   file = workdir / 'metrics.jsonl'
   return file.read_bytes().count(b'}\n') if file.exists() else 0
 
 
 def accuracies(workdir: pathlib.Path, taskset: str = 'eval') -> list[tuple[str, int, float]]:
-  """(stage, step, greedy accuracy) of each evaluation."""
+  """Returns (stage, step, greedy accuracy) of each evaluation."""
   key = f'val-core/{taskset}/acc/greedy'
   return [(r['stage'], r['training/global_step'], r[key]) for r in rows(workdir) if key in r]
 
@@ -334,7 +350,8 @@ def wait_for_rows(
   *,
   timeout_s: float = 300,
 ) -> None:
-  """Returns when metrics.jsonl has `count` rows; raises when the process ends before."""
+  """Waits until metrics.jsonl has `count` rows. Raises AssertionError if the process ends earlier.
+  """
   deadline = time.monotonic() + timeout_s
   with times.phase('job'):
     while (found := count_rows(workdir)) < count:
@@ -348,7 +365,7 @@ def wait_for_rows(
 
 
 def kill(process: subprocess.Popen | warm.Process) -> None:
-  """SIGKILL to the program and all that it started; it may have ended already."""
+  """Sends SIGKILL to the program and to everything that it started. It may have ended already."""
   with contextlib.suppress(ProcessLookupError):
     os.killpg(process.pid, signal.SIGKILL)
   process.communicate()
@@ -359,7 +376,9 @@ def untimed(workdir: pathlib.Path) -> list[dict]:
 
 
 def by_step(workdir: pathlib.Path) -> list[dict]:
-  """The rows without times, ordered by step: an evaluation beside training ends after any step."""
+  """Returns the rows without times, ordered by step. The order matters because an evaluation during
+  training may end after any step.
+  """
   return sorted(untimed(workdir), key=lambda row: row['training/global_step'])
 
 
@@ -372,8 +391,8 @@ def files(directory: pathlib.Path) -> dict[str, bytes]:
 
 
 def assert_equal_runs(found: pathlib.Path, wanted: pathlib.Path) -> None:
-  """Bit for bit: parameters, optimizer state, rollouts, evaluations, every metric that is not a
-  time.
+  """Asserts that two runs are equal to the bit: parameters, optimizer state, rollouts, evaluations,
+  and all metrics that are not times.
   """
   assert by_step(found) == by_step(wanted)
   for part in ('rollouts', 'evals', 'hf'):
@@ -382,12 +401,12 @@ def assert_equal_runs(found: pathlib.Path, wanted: pathlib.Path) -> None:
 
 
 def without_card(contents: Mapping) -> dict:
-  """Files without the model card, which names the directory of its run."""
+  """Returns the files without the model card, which contains the directory of its run."""
   return {path: content for path, content in contents.items() if str(path) != 'README.md'}
 
 
 def commits(workdir: pathlib.Path) -> list[int]:
-  """Steps that are committed, ascending."""
+  """Returns the committed steps in ascending order."""
   return sorted(int(path.parent.name) for path in (workdir / 'checkpoints').glob('*/COMMIT'))
 
 
@@ -395,12 +414,12 @@ Arrays = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 def newest_arrays(workdir: pathlib.Path) -> Arrays:
-  """The `arrays` of the newest commit."""
+  """Returns the `arrays` of the newest commit."""
   return arrays(workdir, commits(workdir)[-1])
 
 
 def arrays(workdir: pathlib.Path, step: int) -> Arrays:
-  """Every array of the commit at a step (parameters and optimizer), as (dtype, shape, bytes) by
+  """Returns (dtype, shape, bytes) of every array of a commit (parameters and optimizer), keyed by
   path.
   """
   import jax
@@ -422,11 +441,12 @@ def arrays(workdir: pathlib.Path, step: int) -> Arrays:
 def kill_at_random(
   workdir: pathlib.Path, *flags: str, kills: int, seed: int, after: int = 0, **options
 ) -> None:
-  """Starts a run, kills it at a random moment and checks its accounts, `kills` times; then lets it
-  end.
+  """Starts a run, kills it at a random moment and checks its accounts, `kills` times. Then runs it
+  to its end.
 
   Args:
-    after: rows before the first kill; a run of QUICK has 14 when its rollouts begin.
+    after: minimum number of rows before the first kill. A run of QUICK has 14 rows when its
+      rollouts begin.
   """
   from jaxrl_llm.replay.audit import audit
 
@@ -442,7 +462,7 @@ def kill_at_random(
 
 
 def plans(workdir: pathlib.Path, stage: str) -> list[dict]:
-  """The stage's plans as the store has them, in order."""
+  """Returns the recorded plans of a stage, ordered by step."""
   with contextlib.closing(sqlite3.connect(workdir / 'replay' / 'index.sqlite')) as db:
     found = [json.loads(text) for (text,) in db.execute('SELECT json FROM plans ORDER BY step')]
   return [plan for plan in found if plan['stage'] == stage]
@@ -456,12 +476,12 @@ PROCESSED = (
   '--config.stages.grpo.source.processors=[{"name":"mask_truncated"},{"name":"reward_std"}]',
   '--config.stages.grpo.source.past={"groups":6,"max_uses":3,"draw":{"order":"priority"}}',
 )
-"""Filters and replay."""
+"""Flags with processors and replay."""
 
 
 def check_accounts(workdir: pathlib.Path, *, steps: int, processed: bool) -> None:
-  """Checks an ASYNCHRONOUS run of 6 new groups of 4 a batch; `processed`: the run was PROCESSED
-  too.
+  """Checks the accounts of an ASYNCHRONOUS run whose batches have 6 new groups of 4 samples.
+  `processed`: whether the run also had the flags PROCESSED.
   """
   from jaxrl_llm.replay.audit import audit
 

@@ -1,5 +1,5 @@
-"""A configuration whose second stage trains the reward model that scores the rollouts of the third
-one.
+"""A configuration whose second stage trains a reward model. The third stage uses it to score
+rollouts.
 """
 
 import dataclasses
@@ -7,7 +7,7 @@ import dataclasses
 from jaxrl_llm.api import Config, RewardModelConfig, RewardsConfig, ScorerConfig, load_config
 
 STEPS = {'sft': 12, 'preferred': 4, 'grpo': 4}
-"""Steps of each stage as a job runs it."""
+"""Number of steps of each stage, as a job runs it."""
 
 
 def get_config() -> Config:

@@ -1,7 +1,7 @@
 """Runs launch/train.py, and kills it within a commit.
 
-JAXRL_TEST_KILL is 'FUNCTION STEP': a function of `runtime.checkpoint`, and the step of the commit.
-The kill comes where the function is called with a path of that commit.
+JAXRL_TEST_KILL is 'FUNCTION STEP': the name of a function of `runtime.checkpoint`, and the step of
+the commit. The process is killed when that function is called with a path of that commit.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Rows, models and cuts to try the learner on: what is computed is a Subject, how it is laid out is
-a Case.
+"""Rows, models and layouts for tests of the learner. A Subject is what is computed, and a Case is
+its layout on devices.
 
-Rows come through the real loader from a file, and what is drawn here is a function of fixed seeds,
-so that two tests that name the same thing compute the same numbers.
+Rows are read from a file with the real loader. Random numbers depend only on fixed seeds, so two
+tests that use the same Subject compute the same numbers.
 """
 
 from __future__ import annotations
@@ -46,15 +46,19 @@ SPECS = {
   for head in ('lm', 'value', 'scalar')
 }
 ROLLOUTS, EXPERTS, PAIRED = range(12), range(12, 17), range(17, 29)
-"""Samples of the file: three groups of four, demonstrations, and six pairs of which the first is
-the chosen one.
+"""Samples of the file: three groups of four rollouts, five demonstrations, and six pairs. The first
+sample of a pair is the chosen one.
 """
 LIMITS = {'float32': (1e-5, 1e-6), 'float64': (1e-12, 1e-12)}
-"""The contract: relative norm of a tensor's difference, and difference of losses."""
+"""Maximum differences between two layouts, keyed by dtype: (relative norm of the difference of a
+tensor, relative difference of losses).
+"""
 
 
 def sample(i: int, rng: np.random.Generator) -> Sample:
-  """A prompt and an answer; in longer answers a tool says the second third."""
+  """Returns a sample with a prompt and an answer. In an answer of at least 6 tokens, the second
+  third is a tool's.
+  """
   prompt, answer = int(rng.integers(1, 8)), int(rng.integers(1, 17))
   sampled = np.arange(prompt + answer) >= prompt
   role = np.where(sampled, Role.POLICY, Role.PROMPT).astype(np.uint8)
@@ -87,12 +91,12 @@ def samples(count: int) -> list[Sample]:
 
 
 def tree_samples() -> list[Sample]:
-  """Samples that begin with the same tokens.
+  """Returns samples that begin with the same tokens.
 
-  Four answers to one prompt, two of which also begin alike; two trajectories from one prompt whose
-  steps are rows of their own, of which the second leaves the first after its first turn; a group of
-  one; two answers that differ in their prompt's last token; and an answer to a prompt of one token
-  twice.
+  They are: four answers to one prompt, two of which also begin with the same tokens; two
+  trajectories from one prompt, whose steps are separate rows, and of which the second diverges
+  after the first turn; a group of one sample; two answers whose prompts differ only in the last
+  token; and the same answer twice, to a prompt of one token.
   """
   rng = np.random.default_rng(4)
 
@@ -116,7 +120,9 @@ def tree_samples() -> list[Sample]:
 def of_tokens(
   i: int, prompt: list[int], answer: list[int], rng: np.random.Generator, **fields
 ) -> Sample:
-  """A tool says the second third of an answer of at least nine tokens."""
+  """Returns a sample with these tokens. In an answer of at least nine tokens, the second third is a
+  tool's.
+  """
   tokens = np.array(prompt + answer, np.int32)
   like, third = sample(i, rng), len(answer) // 3
   sampled = np.arange(len(tokens)) >= len(prompt)
@@ -170,7 +176,9 @@ def experts() -> tuple[Row, ...]:
 
 
 def trees(*, experts: tuple[int, ...] = ()) -> tuple[Row, ...]:
-  """Rows of `TREES`; the samples of these numbers are demonstrations."""
+  """Returns the rows of `TREES`. `experts`: indices within `TREES` of samples that are
+  demonstrations.
+  """
   return tuple(
     planned(
       i,
@@ -182,8 +190,8 @@ def trees(*, experts: tuple[int, ...] = ()) -> tuple[Row, ...]:
 
 
 def tree_pairs() -> tuple[Row, ...]:
-  """Pairs of samples of `TREES`: with one prompt, where one row is the beginning of the other, and
-  without a common token.
+  """Returns pairs of samples of `TREES`. Some share the prompt, some consist of a row and its
+  continuation, and some have no common token.
   """
   numbers = ((1, 2), (0, 3), (5, 4), (6, 5), (7, 8), (11, 12))
   return tuple(
@@ -194,7 +202,9 @@ def tree_pairs() -> tuple[Row, ...]:
 
 
 def pairs() -> tuple[Row, ...]:
-  """The rejected answers first, so that nothing may rely on an order."""
+  """Returns the rows of all pairs. The rejected answers come first, so that tests fail if code
+  relies on the order.
+  """
   rows = [
     planned(i, None, pair=f'p{(i - PAIRED[0]) // 2}', label=1 - 2 * ((i - PAIRED[0]) % 2))
     for i in PAIRED
@@ -203,7 +213,8 @@ def pairs() -> tuple[Row, ...]:
 
 
 def bigram(options: ModelOptions, head: str = 'lm', mesh: Mesh | None = None) -> Model:
-  """The least model there is: what it says of a place depends on the token there alone."""
+  """Returns the smallest possible model: its output at a position depends only on the token there.
+  """
   matrix, outputs = {'kernel': ('vocab', 'embed')}, VOCAB if head == 'lm' else 1
 
   def init(key):
@@ -241,15 +252,17 @@ MODELS = {
 
 @functools.cache
 def host_params(model: str, head: str = 'lm'):
-  """Float32 numbers, away from the norms' 1 and the biases' 0 that a model starts with."""
+  """Returns random parameters in float32. They differ from the initial values of a model, which are
+  1 in norms and 0 in biases.
+  """
   drawn = jax.device_get(jax.jit(MODELS[model](ModelOptions(), head).init)(jax.random.key(1)))
   rng = np.random.default_rng(2)
   return jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), drawn)
 
 
 def log_probabilities(model: Model, tree, tokens, temperature):
-  """Of one sequence alone: entry t speaks of token t + 1. Attention is causal, so padding at the
-  end is not seen.
+  """Returns the logprobs of all tokens after each position of one sequence. Entry t predicts token
+  t + 1. Attention is causal, so padding at the end has no effect.
   """
   ids = tokens[None]
   hidden = model.apply(tree, ids, jnp.arange(ids.shape[1])[None], jnp.ones_like(ids))
@@ -266,8 +279,8 @@ def padded(values: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def columns_of(model: str) -> tuple[dict[str, np.ndarray], ...]:
-  """For each sample what passes and sampler would have found, every policy another one, near the
-  one that trains.
+  """Returns, for each sample, the logprobs and values that forward passes and the sampler would
+  have recorded. Each policy differs slightly from the policy in training.
   """
   policy = MODELS[model](ModelOptions())
 
@@ -300,8 +313,8 @@ def columns_of(model: str) -> tuple[dict[str, np.ndarray], ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-  """A loss on rows. Off-policy, sampler, proximal policy, reference and policy are four different
-  ones.
+  """A loss, and rows for it. If `off_policy`, four different policies are involved: the sampler's,
+  the proximal policy, the reference, and the policy in training.
   """
 
   algorithm: Algorithm
@@ -321,7 +334,7 @@ class Subject:
 def closed(
   algorithm: Algorithm, rows, *, model: str = 'bigram', step: int = 0, state=None
 ) -> Closed:
-  """The rows as `annotate` sees them."""
+  """Returns the rows in the form that `annotate` takes."""
 
   def column(name):
     if name == 'loss_mask':
@@ -332,13 +345,13 @@ def closed(
 
 
 class Case:
-  """Rows on a mesh, however they are cut: one model, shape, and precision."""
+  """Rows in one layout on a mesh, with one model and one precision."""
 
   def __init__(self, folder, *, rows, head='lm', model='decoder', dtype='float64', chunks=4,
                chunk_len=CHUNK, scan=False, remat='none', order=None, axes=(), step=0, room=0,
                lora=None, share=False, attention='auto'):  # fmt: skip
-    """`room`: rows that shapes are planned for, where it is more than there are. `share`: whether
-    rows share prefixes.
+    """`room`: number of rows that shapes are planned for, if it is greater than the number of rows.
+    `share`: whether rows share prefixes.
     """
     sizes = dict.fromkeys(AXES, 1) | dict(axes)
     self.mesh = build_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
@@ -366,7 +379,7 @@ class Case:
     )
 
   def packed(self, algorithm: Algorithm, number: int = 0, *, off_policy: bool = False):
-    """The optimizer step on the devices, and the constants of its loss."""
+    """Returns the optimizer step on the devices, and the constants of its loss."""
     found = self.annotation(algorithm)
     columns: dict[str, Any] = {'advantages': found.advantages}
     if found.returns is not None:
@@ -400,10 +413,10 @@ def program(
 
 @functools.cache
 def compute(folder, subject: Subject, *, token_chunk=None, rows=None, **cut):
-  """Gradients of one optimizer step of the rows, cut in some way; layers unrolled again.
+  """Returns the gradients of one optimizer step in the layout `cut`. Stacked layers are unstacked.
 
   Args:
-    rows: instead of the subject's own.
+    rows: rows of the step. If None, they are the subject's rows.
   """
   with jax.enable_x64(cut.get('dtype', 'float64') == 'float64'):
     case = Case(folder, rows=rows or subject.rows, head=subject.head, **cut)
@@ -417,7 +430,7 @@ def compute(folder, subject: Subject, *, token_chunk=None, rows=None, **cut):
 
 
 def assert_same(found, wanted, precision='float64'):
-  """Within the contract's limits, and of a gradient that is there."""
+  """Asserts that losses and gradients are equal within `LIMITS`, and that no gradient is zero."""
   per_tensor, of_loss = LIMITS[precision]
   assert abs(found.loss - wanted.loss) <= of_loss * max(1.0, abs(wanted.loss))
   grads, wanted_grads = flatten(found.grads), flatten(wanted.grads)
@@ -429,14 +442,16 @@ def assert_same(found, wanted, precision='float64'):
 
 
 SCORES = (1.0, 0.0, 0.5, 1.0, 0.0, None, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
-"""Two mixed groups, one sample of them unscorable, and one group that teaches nothing."""
+"""Rewards of three groups: two groups with different rewards, one of which has an unscorable
+sample, and a group that gives no learning signal.
+"""
 USUAL = tuple(
   planned(
     i,
     score,
     correct=None if score is None else score > 0.5,
     truncated=i == 3,
-    # Where a tool spoke in between, the first turn earns something of its own.
+    # If a tool's tokens separate two turns, the first turn may get a reward.
     turn_rewards=(0.3,) if np.diff(SAMPLES[i].loss_mask).sum() > 1 and i % 2 else (),
   )
   for i, score in enumerate(SCORES)

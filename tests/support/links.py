@@ -1,4 +1,4 @@
-"""Hosts as network namespaces around one switch, with links of a stated rate."""
+"""Hosts that are network namespaces around one switch. Each link has a given rate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from paths import ROOT, SUPPORT, TOOLS
 
 _NETWORK = '10.203.78'
-"""Used only between the namespaces of one test."""
+"""First part of the addresses. They are used only between the namespaces of one test."""
 
 
 class Links:
-  """Namespaces that reach each other through links of the same rate."""
+  """Namespaces that are connected by links of the same rate."""
 
   def __init__(self, names: list[str]):
     self._names = names
@@ -27,7 +27,8 @@ class Links:
     return f'{_NETWORK}.{host + 1}'
 
   def start(self, host: int, module: str, function: str, *args) -> subprocess.Popen:
-    """Calls a test module's function in one of the namespaces, with its input and output piped."""
+    """Calls a function of a test module in one of the namespaces. Its stdin and stdout are pipes.
+    """
     source = f'import {module} as t; t.{function}(*{args!r})'
     environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(map(str, (ROOT, SUPPORT, TOOLS)))}
     return subprocess.Popen(
@@ -39,21 +40,21 @@ class Links:
     )
 
   def counters(self, host: int) -> tuple[int, int]:
-    """Numbers of bytes that a host has sent and received over its link."""
+    """Returns the number of bytes that a host has sent and received over its link."""
     (link,) = json.loads(_ip('-n', self._names[host], '-s', '-j', 'link', 'show', 'dev', 'eth'))
     return link['stats64']['tx']['bytes'], link['stats64']['rx']['bytes']
 
   def cut(self, host: int, *, off: bool) -> None:
-    """Takes a host's link down, or up again."""
+    """Takes a host's link down if `off`, otherwise up."""
     _ip('-n', self._names[host], 'link', 'set', 'dev', 'eth', 'down' if off else 'up')
 
 
 @contextlib.contextmanager
 def star(count: int, rate: str) -> Iterator[Links]:
-  """Namespaces around a switch; skips the test where none can be made.
+  """Yields namespaces around a switch. Skips the test if they cannot be created.
 
   Args:
-    rate: rate of each link in each direction, as `tc` has it.
+    rate: rate of each link in each direction, in the format of `tc`.
   """
   if os.geteuid() != 0:
     pytest.skip('network namespaces need root')

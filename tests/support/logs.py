@@ -1,4 +1,4 @@
-"""What the program logs."""
+"""Log messages of the program."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ import absl.logging
 
 @contextlib.contextmanager
 def absl_lines():
-  """What absl logs meanwhile."""
+  """Yields a list, to which each message is added that absl logs in the block."""
   said = []
   handler = logging.Handler()
   handler.emit = lambda record: said.append(record.getMessage())

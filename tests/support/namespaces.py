@@ -1,4 +1,4 @@
-"""Two network namespaces with a cable between them: for a test that calls from another address."""
+"""Two network namespaces with a cable between them, for tests that call from another address."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import pytest
 from paths import ROOT, SUPPORT, TOOLS
 
 SERVING, CALLING = '10.203.77.1', '10.203.77.2'
-"""Used only between the two ends of the test's own cable."""
+"""Addresses of the two ends. They are used only on the test's own cable."""
 
 _HOSTS = pathlib.Path('/etc/netns')
-"""Folders of files that `ip netns exec` shows in place of those of /etc."""
+"""Directory with one folder per namespace. `ip netns exec` shows its files in place of those in
+/etc.
+"""
 
 
 class Cabled:
@@ -24,13 +26,13 @@ class Cabled:
     self._names = names
 
   def run(self, end: int, module: str, function: str, *args) -> list[str]:
-    """Command that calls a test module's function in one of the namespaces; wants
-    `environment()`.
+    """Returns the command that calls a function of a test module in one of the namespaces. The
+    command needs the variables of `environment()`.
     """
     return self.command(end, sys.executable, '-c', f'import {module} as t; t.{function}(*{args!r})')
 
   def command(self, end: int, *words: str) -> list[str]:
-    """Command that runs a program in one of the namespaces."""
+    """Returns the command that runs a program in one of the namespaces."""
     return ['ip', 'netns', 'exec', self._names[end], *words]
 
   @staticmethod
@@ -39,7 +41,9 @@ class Cabled:
 
 
 def cabled():
-  """A fixture's body: a serving and a calling end, or a skip where none can be made."""
+  """Body of a fixture: yields a serving and a calling end. Skips the test if they cannot be
+  created.
+  """
   if os.geteuid() != 0:
     pytest.skip('network namespaces need root')
   if shutil.which('ip') is None:
@@ -69,7 +73,7 @@ def cabled():
       _ip('-n', name, 'addr', 'add', f'{address}/30', 'dev', 'cable')
       _ip('-n', name, 'link', 'set', 'cable', 'up')
       _ip('-n', name, 'link', 'set', 'lo', 'up')
-      # Gloo listens at the address of the host's own name.
+      # Gloo listens at the address that the host's own name resolves to.
       hosts = _HOSTS / name / 'hosts'
       hosts.parent.mkdir(parents=True)
       hosts.write_text(f'127.0.0.1 localhost\n{address} {socket.gethostname()}\n')

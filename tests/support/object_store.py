@@ -8,10 +8,10 @@ import pytest
 
 @functools.cache
 def serve() -> Mapping[str, str]:
-  """Starts the server, which lives as long as this process, with an empty bucket `bucket`.
+  """Starts the server, which lives as long as this process, with an empty bucket named `bucket`.
 
-  Returns the environment in which clients find it. Skips the test where it is not installed.
-  fsspec keeps its clients, so there is one server in a process.
+  Returns the environment variables with which clients find the server. Skips the test if the server
+  is not installed. fsspec caches its clients, so each process has only one server.
   """
   boto3 = pytest.importorskip('boto3')
   server = pytest.importorskip('moto.server').ThreadedMotoServer(ip_address='127.0.0.1', port=0)

@@ -1,7 +1,7 @@
-"""What the objectives are held against: NumPy in float64, plain loops over tokens, written from the
-formulas.
+"""References for the tests of the objectives: NumPy in float64, plain loops over tokens, written
+from the formulas.
 
-Masked tokens are never read here, so that whatever stands there cannot matter.
+References never read masked tokens, so the values there cannot matter.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SEGMENTS = 4
 
 
 def packed(seed: int, *, extreme: bool = True) -> SimpleNamespace:
-  """Three chunks of 20 tokens with junk (NaN, ±infinity) at masked positions, except in the
-  advantages.
+  """Returns three chunks of 20 tokens. Masked positions contain junk (NaN, ±infinity), except in
+  the advantages.
 
-  Chunk 0: a sequence with holes, one of a single token, a fully masked one, one with zero
-  advantages, and padding. Chunk 1: two sequences, all masked. Chunk 2: three sequences without
-  padding, advantages of either sign. `extreme` puts log ratios beyond ±20 into chunks 0 (the single
-  token) and 2.
+  Chunk 0: a sequence with holes, a sequence of a single token, a fully masked one, one with zero
+  advantages, and padding. Chunk 1: two fully masked sequences. Chunk 2: three sequences without
+  padding, with advantages of either sign. `extreme` puts log ratios beyond ±20 into chunk 0 (the
+  single token) and chunk 2.
   """
   rng = np.random.default_rng(seed)
   ids = np.array(
@@ -51,7 +51,7 @@ def packed(seed: int, *, extreme: bool = True) -> SimpleNamespace:
     proximal[0, 7], behaviour[0, 7] = logprobs[0, 7] - 25.0, logprobs[0, 7] + 30.0
     proximal[2, [0, 8, 15]] = logprobs[2, [0, 8, 15]] + [-25.0, 31.0, -22.0]
     advantages[2, [0, 8, 15]] = [-1.0, -1.0, -0.5]
-    # At position 17 the ratio exp(20) meets a positive advantage: the clip holds it.
+    # At position 17, the ratio exp(20) meets a positive advantage, so the clip limits it.
     proximal[2, 17], advantages[2, 17] = logprobs[2, 17] - 40.0, 2.0
   values, old_values, returns = draw(1.0), draw(1.0), draw(2.0)
   arrays = dict(logprobs=logprobs, proximal=proximal, behaviour=behaviour, reference=reference)
@@ -73,8 +73,8 @@ def on_device(batch: SimpleNamespace, dtype: str = 'float64') -> SimpleNamespace
 
 
 def evaluate(function: Callable, batch: SimpleNamespace, *, dtype: str):
-  """`function` of the batch on the device in the given precision, which its float results must
-  keep.
+  """Returns `function` of the batch on the device, computed in the given precision. Asserts that
+  all float results have that precision.
   """
   with jax.enable_x64(True):
     found = function(on_device(batch, dtype))
@@ -85,7 +85,7 @@ def evaluate(function: Callable, batch: SimpleNamespace, *, dtype: str):
 
 
 def gradient_of(loss: Callable, batch: SimpleNamespace, name: str) -> np.ndarray:
-  """jax.grad of `loss(batch on the device)` over one of its arrays, in float64."""
+  """Returns jax.grad of `loss(batch on the device)` with respect to one array, in float64."""
   with jax.enable_x64(True):
     there = on_device(batch)
     return np.asarray(jax.grad(lambda x: loss(replaced(there, **{name: x})))(getattr(there, name)))
@@ -94,10 +94,10 @@ def gradient_of(loss: Callable, batch: SimpleNamespace, name: str) -> np.ndarray
 def assert_gradient(
   loss: Callable, reference: Callable, batch: SimpleNamespace, name: str
 ) -> np.ndarray:
-  """The gradient of `loss` over one array against central differences of `reference(batch of NumPy
-  arrays)`.
+  """Compares the gradient of `loss` with respect to one array with central differences of
+  `reference(batch of NumPy arrays)`.
 
-  `reference` holds constant what `loss` stops the gradient of. Returns the gradient.
+  `reference` must hold constant what `loss` applies a stop-gradient to. Returns the gradient.
   """
   at, step = getattr(batch, name), 1e-6
   wanted = np.zeros(at.shape)
@@ -113,7 +113,7 @@ def assert_gradient(
 
 
 def each(mask: np.ndarray, function: Callable[[tuple[int, int]], float]) -> np.ndarray:
-  """`function` of the position where `mask`, 0 elsewhere."""
+  """Returns an array with `function(position)` where `mask` is True, and 0 elsewhere."""
   out = np.zeros(mask.shape)
   for at in zip(*np.nonzero(mask)):
     out[at] = function(at)
@@ -125,7 +125,7 @@ def clamp(x: float, low: float, high: float) -> float:
 
 
 def sequence(mask: np.ndarray, ids: np.ndarray, at: tuple[int, int]) -> list[tuple[int, int]]:
-  """Positions of the valid tokens of the sequence that the token at `at` belongs to."""
+  """Returns the positions of the valid tokens in the sequence of the token at `at`."""
   row = at[0]
   return [(row, t) for t in range(ids.shape[1]) if mask[row, t] and ids[row, t] == ids[at]]
 
@@ -140,7 +140,9 @@ def token_log_ratio(logprobs, proximal, mask, *, limit=20.0):
 
 
 def sequence_log_ratio(logprobs, proximal, mask, ids, *, limit=10.0, held=None):
-  """`held`: the logprobs under the stop-gradients, those themselves unless given."""
+  """Returns the sequence log ratio of each token. `held`: logprobs under the stop-gradients. If
+  None, they are `logprobs`.
+  """
   held = logprobs if held is None else held
 
   def value(at):
@@ -150,7 +152,7 @@ def sequence_log_ratio(logprobs, proximal, mask, ids, *, limit=10.0, held=None):
 
 
 def clipped_surrogate(log_ratio, advantages, mask, *, low, high, c):
-  """(loss, clipped, clipped_lower) as 0 and 1."""
+  """Returns (loss, clipped, clipped_lower). The last two are 0 or 1."""
 
   def one(at):
     ratio, advantage = math.exp(log_ratio[at]), advantages[at]
@@ -163,7 +165,9 @@ def clipped_surrogate(log_ratio, advantages, mask, *, low, high, c):
 
 
 def cispo(log_ratio, logprobs, advantages, mask, *, low, high):
-  """(loss, clipped); the weight comes from `log_ratio`, which the caller holds constant."""
+  """Returns (loss, clipped). The weight is computed from `log_ratio`, which the caller holds
+  constant.
+  """
 
   def weight(at):
     return clamp(math.exp(log_ratio[at]), 1 - low, 1 + high)
@@ -198,7 +202,7 @@ def kl_estimate(logprobs, reference, mask, *, kind):
 
 
 def value_loss(values, old_values, returns, mask, *, cliprange):
-  """(loss, clipped)."""
+  """Returns (loss, clipped)."""
 
   def one(at):
     v, old, target = values[at], old_values[at], returns[at]
@@ -237,7 +241,9 @@ def negative_sequence_mask(old, new, advantages, mask, ids, *, threshold):
 
 
 def pair_differences(values, pair, label) -> dict[int, float]:
-  """Chosen - rejected of the pairs that have both members, by the pair's number."""
+  """Returns the chosen value minus the rejected value of each complete pair, keyed by the pair's
+  number.
+  """
   sides: dict[int, dict[int, float]] = {}
   for value, p, side in zip(values.ravel(), pair.ravel(), label.ravel()):
     if p:

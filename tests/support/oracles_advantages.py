@@ -1,5 +1,5 @@
-"""Formulas of advantages and shaping as plain loops over Python floats, and random rows to try them
-on.
+"""Formulas of advantages and shaping, written as plain loops over Python floats, and random rows
+for tests.
 """
 
 import math
@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 
 def outcomes(max_size=20):
-  """Lists of (group, reward or None): small groups, rewards that tie often."""
+  """Returns a strategy of lists of (group, reward or None). Groups are small, and ties of rewards
+  are frequent.
+  """
   reward = st.one_of(st.none(), st.sampled_from([0.0, 1.0, 2.3]), st.floats(-10, 10))
   return st.lists(st.tuples(st.sampled_from('abc'), reward), max_size=max_size)
 
 
 def row(rng, length, share=0.6):
-  """(rewards, values, mask) with NaN in the holes; position 0 is a hole."""
+  """Returns (rewards, values, mask), with NaN at masked positions. Position 0 is masked."""
   mask = rng.random(length) < share
   mask[:1] = False
   rewards, values = rng.normal(size=(2, length))
@@ -24,8 +26,8 @@ def row(rng, length, share=0.6):
 
 
 def of_group(rewards, groups, rule):
-  """rule(i, members' rewards, i's place among them) for each scored sample whose group has two
-  different rewards.
+  """Returns the advantage of each sample: `rule(reward, rewards of the group, position in the
+  group)`. It is 0 for unscored samples, and for groups without two different rewards.
   """
   advantages = []
   for i, reward in enumerate(rewards):
@@ -56,7 +58,9 @@ def log_partition(rewards, groups, tau):
 
 
 def gae(rewards, values, mask, gamma, lam):
-  """The recursion over all tokens, where a hole carries (next value, advantage) through."""
+  """Computes the recursion over all tokens. A masked token passes (next value, advantage) on
+  unchanged.
+  """
   advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
   next_value = running = 0.0
   for t in range(len(mask) - 1, -1, -1):
@@ -68,7 +72,7 @@ def gae(rewards, values, mask, gamma, lam):
 
 
 def returns(rewards, mask, gamma):
-  """G_t as the sum it stands for: gamma to the number of valid tokens between."""
+  """Returns G_t as an explicit sum: a reward k valid tokens after t is multiplied by gamma**k."""
   valid = [t for t in range(len(mask)) if mask[t]]
   result = [0.0] * len(mask)
   for i, t in enumerate(valid):

@@ -1,4 +1,4 @@
-"""Parameter trees for tests, and their comparison to the bit."""
+"""Parameter trees for tests, and a comparison of them to the bit."""
 
 import numpy as np
 
@@ -7,8 +7,8 @@ from jaxrl_llm.weights.tables import entries
 
 
 def random_params(spec, seed=0, dtype=np.float32):
-  """An unrolled tree in which every number differs from every other: no mix-up stays unseen. Norms
-  are near 1.
+  """Returns an unrolled tree of random numbers, so that a mix-up of tensors is always detected.
+  Numbers of norms are near 1.
   """
   rng = np.random.default_rng(seed)
   return unflatten(

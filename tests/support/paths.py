@@ -8,4 +8,4 @@ ROOT = TESTS.parent
 FIXTURES = SUPPORT / 'fixtures'
 TOOLS = TESTS / 'tools'
 PEERS_PYTHON = ROOT / '.venv-peers' / 'bin' / 'python'
-"""The interpreter that has TRL, peft and Tunix (launch/install_peers.sh)."""
+"""Python interpreter with TRL, peft and Tunix (see launch/install_peers.sh)."""

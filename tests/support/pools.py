@@ -1,4 +1,4 @@
-"""Scorer pools for tests, and one call to them."""
+"""Scorer pools for tests, and calls to them."""
 
 import asyncio
 
@@ -11,8 +11,8 @@ from jaxrl_llm.rewards.pool.pool import ScorerPool
 
 
 def with_pool(scorers, use, *, workers=1, deadline_s=60.0, **config):
-  """Runs `use(pool)` with each scorer in force for the domain of its own name; `length` is always
-  there.
+  """Runs `use(pool)` and returns its result. Each scorer applies to the domain with the scorer's
+  name. The scorer `length` is always included.
   """
   scorers = {'length': rewards_scorers.length, **scorers}
   deadlines = {**dict.fromkeys(scorers, deadline_s), 'length': 60.0}
@@ -32,7 +32,7 @@ def with_pool(scorers, use, *, workers=1, deadline_s=60.0, **config):
 
 
 def score_then_length(scorers, domain, completion='x', **options):
-  """The Score of one call, after showing that the pool still serves the next one."""
+  """Returns the Score of one call. Asserts that the pool still serves the next call."""
 
   async def use(pool):
     (score,) = await pool.score(attempt(completion, domain=domain))

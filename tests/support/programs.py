@@ -1,4 +1,4 @@
-"""Options of XLA's compiler in tests, whose programs take longer to compile than to run."""
+"""Options of XLA's compiler for tests, whose programs take longer to compile than to run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Hosts that fetch published weights, for tests: their stores behind real fronts, and a trainer's
-source.
+"""Hosts that fetch published weights, for tests: their stores behind real fronts, and a trainer
+that sends weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def spec_of(layers: int = 2):
 
 
 def published(root: pathlib.Path, step: int = 1, *, spec=None, folder=None, **options):
-  """A publication of random weights, and its folder."""
+  """Returns a publication of random weights, and its folder."""
   spec = spec or spec_of()
   folder = folder or PublicationFolder(root, spec, dtype='float32', source=FrontConfig(), **options)
   leaves = flatten(random_params(spec, seed=step)).items()
@@ -71,7 +71,7 @@ class Host:
     return await self.send(order.to_json())
 
   async def send(self, body) -> dict:
-    """Sends an order as it is. Returns the response, with its status."""
+    """Sends an order unchanged. Returns the response, together with its status."""
     async with (
       aiohttp.ClientSession(headers=HEADERS) as session,
       session.post(self.address + PULL_PATH, json=body) as response,
@@ -85,7 +85,7 @@ class Host:
 
 @contextlib.asynccontextmanager
 async def hosts(folder: pathlib.Path, count: int, **options):
-  """Hosts whose memory is not shared: each has a directory of its own."""
+  """Yields hosts without shared memory: each has its own directory."""
   async with contextlib.AsyncExitStack() as stack:
     made = []
     for i in range(count):
@@ -99,10 +99,11 @@ async def hosts(folder: pathlib.Path, count: int, **options):
 
 @contextlib.asynccontextmanager
 async def replicas(folder: pathlib.Path, servers: Sequence, roots: Sequence[pathlib.Path]):
-  """Replicas of servers that fetch their weights, each behind a front with a store.
+  """Yields replicas whose servers fetch their weights. Each server is behind a front with a store.
 
   Args:
-    roots: memory of each server's host; servers with the same one are on the same host.
+    roots: directory in the memory of each server's host. Servers with the same directory are on the
+      same host.
   """
   source = Distributor(fronts.config(folder))
   async with contextlib.AsyncExitStack() as stack:
@@ -125,8 +126,9 @@ async def replicas(folder: pathlib.Path, servers: Sequence, roots: Sequence[path
 
 @contextlib.asynccontextmanager
 async def sending(folder: pathlib.Path, directory: pathlib.Path, answer: Callable | None = None):
-  """Address of a server that sends ranges of the files of a directory, and the ranges that it was
-  asked for. `answer` may answer a request itself, unless it returns None.
+  """Starts a server that sends ranges of the files of a directory. Yields its address, and a list
+  of the ranges that were requested. `answer` may answer a request itself; if it returns None, the
+  range is sent.
   """
   asked = []
 
@@ -146,7 +148,9 @@ async def sending(folder: pathlib.Path, directory: pathlib.Path, answer: Callabl
 
 @contextlib.asynccontextmanager
 async def alone(folder: pathlib.Path, directory: pathlib.Path, answer: Callable | None = None):
-  """One host, what its orders say of addresses, and the ranges for which it asks `sending`."""
+  """Yields one host, the addresses for its orders, and a list of the ranges that it requests from
+  `sending`.
+  """
   async with sending(folder, directory, answer) as (source, asked), hosts(folder, 1) as (host,):
     yield host, {'sources': [source], 'stores': [host.address]}, asked
 

@@ -1,12 +1,12 @@
-"""Program of one process that loads a model, publishes and exports it, and prints by how much its
-memory grows meanwhile.
+"""Program of one process that loads a model, publishes it and exports it. It prints how much its
+memory grows in each phase.
 
   resident.py DIRECTORY READER PROCESSES PROCESS PORT
 
-DIRECTORY has the folder `model`. READER is 'shards', the project's own, or 'float32', which reads
-everything in float32 first. Each phase prints a line of JSON: its name, the parameters' bytes on
-this process's devices, and the growth in bytes of anonymous memory, of mapped files and of shared
-memory over the level just before.
+DIRECTORY contains the folder `model`. READER is 'shards' for the project's own reader, or 'float32'
+for one that first reads all weights in float32. Each phase prints a line of JSON: its name, the
+bytes of the parameters on this process's devices, and the growth in bytes of anonymous memory, of
+mapped files and of shared memory since just before the phase.
 """
 
 import json

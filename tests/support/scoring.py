@@ -1,5 +1,5 @@
-"""A started scorer pool around scorers that judge everything, unless their configuration says
-otherwise.
+"""Scorer pools for tests. Their scorers judge all attempts, unless their configuration restricts
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar('T')
 
 
 def awaited(call: Callable[[Attempt], Awaitable[Verdict]], **fields) -> Awaited:
-  """A scorer that has nothing to open."""
+  """Returns an asynchronous scorer that needs no resources."""
 
   @contextlib.asynccontextmanager
   async def opened() -> AsyncIterator[Callable[[Attempt], Awaitable[Verdict]]]:
@@ -28,7 +28,7 @@ def awaited(call: Callable[[Attempt], Awaitable[Verdict]], **fields) -> Awaited:
 
 
 def pool(scorers: Mapping[str, tuple[AnyScorer, Mapping]], *, live=None, **config) -> ScorerPool:
-  """Of scorers by name, each with the other fields of its ScorerConfig."""
+  """Returns a pool of scorers, given as name: (scorer, other fields of its ScorerConfig)."""
   configs = tuple(
     ScorerConfig(name=name, **{'deadline_s': 60.0, **fields})
     for name, (_, fields) in scorers.items()
@@ -52,12 +52,14 @@ async def _used(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T
 
 
 def using(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T:
-  """Starts the pool and returns the result of `use`; TimeoutError after 180 s, which a slow start
-  of workers needs.
+  """Starts the pool and returns the result of `use`. Raises TimeoutError after 180 s, because
+  workers may start slowly.
   """
   return asyncio.run(asyncio.wait_for(_used(one, use), 180))
 
 
 def using_simulated(one: ScorerPool, use: Callable[[ScorerPool], Awaitable[T]]) -> T:
-  """`using` in simulated time, for a pool whose scorers need no worker process."""
+  """Does the same as `using`, but in simulated time. The pool's scorers must need no worker
+  process.
+  """
   return simulated(_used(one, use))

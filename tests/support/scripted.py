@@ -1,4 +1,4 @@
-"""A policy that writes given texts, turn by turn."""
+"""A policy whose answers are given texts, turn by turn."""
 
 import numpy as np
 from exploring import make_tasks
@@ -12,8 +12,8 @@ GROUP = f'grpo/{TASK.uid}/0'
 
 
 class Scripted:
-  """A hub whose policy writes given texts, each under the next version; a text that ends with '$'
-  stops there.
+  """A hub whose policy answers with given texts, each under the next weights version. A text that
+  ends with '$' ends with a stop token.
   """
 
   def __init__(self, tokenizer, *texts):

@@ -1,5 +1,5 @@
-"""HTTP services for tests of the clients that score over them: real servers on loopback, with
-answers as told.
+"""HTTP services for tests of clients that score over HTTP: real servers on loopback, with given
+answers.
 """
 
 import asyncio
@@ -11,20 +11,20 @@ import time
 from aiohttp import web
 
 HANG = object()
-"""An answer that never comes."""
+"""Answer that means: never answer."""
 CUT = object()
-"""A connection that is closed in the middle of an answer."""
+"""Answer that means: close the connection in the middle of the answer."""
 
 
 class Service:
-  """Answers each request as `answer(body)` says: JSON, a status, (status, JSON, headers), HANG or
-  CUT.
+  """Answers each request with the result of `answer(body)`: JSON, text, a status, (status, JSON,
+  headers), HANG or CUT.
 
   Attributes:
-    seen: bodies, in the order in which they came.
-    headers: of each.
-    now: requests that are under way.
-    most: requests that were under way at once.
+    seen: bodies of the requests, in order of arrival.
+    headers: headers of the requests, in the same order.
+    now: number of requests in progress.
+    most: maximum number of requests in progress at once.
   """
 
   def __init__(self, answer):
@@ -65,7 +65,8 @@ class Service:
 
   @contextlib.asynccontextmanager
   async def running(self, socket=None, tls=None):
-    """Serves on a free port of loopback, with TLS where a context is given, or on a unix socket."""
+    """Serves on a free port of loopback, or on a Unix socket. A port has TLS if a context is given.
+    """
     server = web.Server(self._handle, handler_cancellation=True)
     runner = web.ServerRunner(server, shutdown_timeout=0.1)
     await runner.setup()
@@ -86,7 +87,7 @@ class Service:
 
   @contextlib.contextmanager
   def in_thread(self):
-    """Serves from a thread of its own, beside a run that this one waits for."""
+    """Serves from a separate thread, while the calling thread waits for a run."""
     loop, ended, ready = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
     async def serve():
@@ -106,7 +107,7 @@ class Service:
 
 
 def chat(text, finish='stop'):
-  """A chat completion with this text."""
+  """Returns the body of a chat completion with this text."""
   return {
     'choices': [
       {'index': 0, 'message': {'role': 'assistant', 'content': text}, 'finish_reason': finish}
@@ -115,7 +116,7 @@ def chat(text, finish='stop'):
 
 
 def one_after_another(*answers):
-  """Each once, in this order."""
+  """Returns an answer function that gives each answer once, in this order."""
   left = iter(answers)
   return lambda body: next(left)
 

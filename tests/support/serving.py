@@ -1,4 +1,4 @@
-"""Real vLLM servers for tests: their models, their processes, fleets over them."""
+"""Real vLLM servers for tests: their models, their processes, and fleets of them."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ from jaxrl_llm.weights.layout import dtype_of
 
 ENVIRONMENT = os.environ.get('JAXRL_LLM_VLLM_ENVIRONMENT', str(ROOT / '.venv-vllm'))
 VOCAB = 29
-"""As the quickstart's tokenizer has it, so that its job can run on a test's servers."""
+"""Size of the vocabulary. It equals that of the quickstart's tokenizer, so that the quickstart's
+job can run on a test's servers.
+"""
 LENGTH = 400
-"""Tokens of the longest sequence: several blocks of vLLM's cache, which are 128 tokens long on
-CPUs.
+"""Maximum number of tokens of a sequence. It spans several blocks of vLLM's cache, which have 128
+tokens on CPUs.
 """
 FAULTY = {'faulty_worker': FIXTURES / 'faulty_worker.py'}
 SHAPE = dict(
@@ -54,7 +56,7 @@ SHAPE = dict(
   num_key_value_heads=1,
   head_dim=32,
   max_position_embeddings=512,
-  # Sharp distributions, which tell weights apart.
+  # A wide initialization gives sharp distributions, which differ clearly between weights.
   initializer_range=0.2,
 )
 
@@ -77,8 +79,8 @@ def servers_of(
   adapter_rank=0,
   **args,
 ):
-  """Servers, not started, of a model whose config.json is written into `folder` (or is there, with
-  weights).
+  """Returns servers of a model that are not started yet. For load='dummy', the model's config.json
+  is written to `folder`. Otherwise `folder` must contain it and the weights.
   """
   folder.mkdir(exist_ok=True)
   if load == 'dummy':
@@ -100,7 +102,7 @@ def servers_of(
 
 @contextlib.asynccontextmanager
 async def attached(model, servers, folder: pathlib.Path, *, dtype: str = 'float32', **config):
-  """A started fleet over running servers, which outlive it."""
+  """Yields a started fleet over running servers. The servers outlive the fleet."""
   addresses = [server if isinstance(server, str) else server.address for server in servers]
   replicas = [
     Replica(
@@ -130,8 +132,8 @@ async def fleet_of(
 ):
   """
   Args:
-    lora: of adapters, as which versions are published; None: whole weights.
-    released: how it is released before it starts; None: not at all.
+    lora: options of the adapters that are published. If None, whole weights are published.
+    released: argument of a release before the start. If None, the fleet is not released.
   """
   settings = VllmConfig(environment=ENVIRONMENT, **config)
   kind = functools.partial(PublicationFolder, full_every=settings.full_every)
@@ -161,7 +163,7 @@ async def fleet_of(
 
 
 def weights(model, seed: int, version: Version) -> Weights:
-  """Random weights with their probe."""
+  """Returns random weights with their probe."""
   return weights_of(model, params_of(model, seed), version)
 
 
@@ -185,7 +187,7 @@ def weights_of(model, params, version: Version) -> Weights:
 
 
 def moved(params, step: int, *, share: float = 0.01):
-  """The parameters after a step that changes a share of the elements a little."""
+  """Returns the parameters after a step that changes a share of the elements slightly."""
   random = np.random.default_rng(step)
   return jax.tree.map(
     lambda x: np.where(random.random(x.shape) < share, x * np.float32(1.01), x), params
@@ -193,7 +195,7 @@ def moved(params, step: int, *, share: float = 0.01):
 
 
 def digests_of(model, params, dtype: str = 'float32'):
-  """Digests of what a server that was given whole weights holds."""
+  """Returns the digests that a server should report after it was given whole weights."""
   to = dtype_of(dtype)
   return {name: digest(tensor.astype(to)) for name, tensor in to_hf(params, model.spec)}
 
@@ -206,14 +208,16 @@ def request(number: int, *, length: int = 5, **fields) -> Request:
 
 
 async def ask(engine, asked: Request) -> list:
-  """The completions in the order of sample index."""
+  """Returns the completions, ordered by sample index."""
   found = {index: completion async for index, completion in engine.generate(asked)}
   return [found[i] for i in range(asked.samples)]
 
 
 @functools.cache
 def _logits(spec):
-  """In float64, compiled once for each model, for sequences of LENGTH."""
+  """Returns a function for logits in float64, for sequences of LENGTH tokens. It is compiled once
+  per model.
+  """
   model = build_model(spec, ModelOptions(dtype='float64', param_dtype='float64'))
 
   def logits(params, tokens, count):
@@ -225,15 +229,19 @@ def _logits(spec):
 
 
 def forward(model, params, tokens, *, temperature: float = 1.0) -> np.ndarray:
-  """Logprobs of each token given those before it, by our own model; 0 for the first."""
+  """Returns the logprob of each token given those before it, computed with the project's model. The
+  first is 0.
+  """
   logprobs = distributions(model, params, tokens, temperature=temperature)
   return np.r_[0.0, logprobs[np.arange(len(tokens) - 1), np.asarray(tokens[1:], int)]]
 
 
 def distributions(model, params, tokens, *, temperature: float = 1.0) -> np.ndarray:
-  """Logprobs of all tokens after each of `tokens`, by our own model.
+  """Returns logprobs of the whole vocabulary after each of `tokens`, computed with the project's
+  model.
 
-  In float64: in float32 it is off by up to 1e-5 itself, as much as engines may be.
+  float64 is needed: in float32, logprobs are wrong by up to 1e-5, which is also the tolerance for
+  engines.
   """
   tokens, count = np.asarray(tokens, np.int32), len(tokens)
   padded = np.pad(tokens, (0, LENGTH - count))
@@ -251,7 +259,9 @@ async def fault(address: str, name: str, value) -> None:
 
 
 def descendants(pid: int) -> dict[int, str]:
-  """Command lines of all that a process started, by pid."""
+  """Returns the command lines of all processes that a process started, directly or not, keyed by
+  pid.
+  """
   children: dict[int, list[int]] = {}
   for status in pathlib.Path('/proc').glob('[0-9]*/stat'):
     with contextlib.suppress(OSError):
@@ -270,7 +280,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def children_of(pid: int) -> list[psutil.Process]:
-  """Those of a process that is about to start some."""
+  """Returns the children of a process. Waits up to 60 seconds for the first child."""
   deadline = time.monotonic() + 60
   while not (children := psutil.Process(pid).children()) and time.monotonic() < deadline:
     time.sleep(0.01)
@@ -282,7 +292,7 @@ def kill(pid: int) -> None:
 
 
 def shared_memory(tree: dict[int, str]) -> set[str]:
-  """Files of /dev/shm that processes have mapped."""
+  """Returns the files of /dev/shm that the processes have mapped."""
   found = set()
   for pid in tree:
     with contextlib.suppress(OSError):
@@ -296,19 +306,21 @@ def shared_memory(tree: dict[int, str]) -> set[str]:
 
 
 def published(workdir: pathlib.Path) -> pathlib.Path:
-  """Where a run publishes."""
+  """Returns the directory in which a run publishes."""
   return pathlib.Path((workdir / PUBLISHED).read_text())
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-  """A server that somebody else keeps up."""
+  """Address of a server that somebody else operates."""
 
   address: str
 
 
 def serve(model, folder: pathlib.Path, *flags: str) -> subprocess.Popen:
-  """launch/serve.py on a model's config.json; its addresses come into a file when all serve."""
+  """Starts launch/serve.py with a model's config.json. When all servers are ready, it writes their
+  addresses to a file.
+  """
   (folder / 'model').mkdir()
   write_config(folder / 'model', model.spec, dtype='float32', eos_ids=[1], pad_id=0)
   own = (
@@ -343,7 +355,7 @@ async def started(servers):
 
 
 def long_prompt(number):
-  """Longer than two blocks of the cache."""
+  """Returns a prompt that is longer than two blocks of vLLM's cache."""
   return np.random.default_rng(number).integers(2, VOCAB, 300).tolist()
 
 
@@ -364,7 +376,7 @@ async def loaded(server):
 
 
 def attached_job(pair):
-  """Flags that train the pair's model on it."""
+  """Returns the flags of a job that trains the pair's model, with the pair as its servers."""
   shape = {**SHAPE, 'tie_word_embeddings': True}
   addresses = [server.address for server in pair]
   return (
@@ -376,7 +388,7 @@ def attached_job(pair):
 
 
 def api_servers(pid):
-  """Pids of the API servers that a trainer's process started, in the order of their names."""
+  """Returns the pids of the API servers that a trainer's process started, in ascending order."""
   found = {
     p: line
     for p, line in descendants(pid).items()
@@ -387,12 +399,14 @@ def api_servers(pid):
 
 
 def processes(tree: dict[int, str]) -> dict[int, str]:
-  """Those of servers and their guards."""
+  """Returns the processes that are servers or their guards."""
   return {pid: line for pid, line in tree.items() if 'vllm' in line.lower()}
 
 
 def wait_until_gone(tree: dict[int, str], files: set[str]) -> None:
-  """Returns when processes and files are gone; AssertionError with what is left after 90 s."""
+  """Waits until processes and files are gone. Raises AssertionError with the remaining ones after
+  90 s.
+  """
   deadline = time.monotonic() + 90
   while left := [
     *(line for pid, line in tree.items() if os.path.exists(f'/proc/{pid}')),

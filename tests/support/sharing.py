@@ -1,4 +1,4 @@
-"""A run that explores and shares its batches, and one that follows it, without a model."""
+"""A run that explores and shares its batches, and a run that follows it. Neither has a model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def version_at(run: str, step: int) -> SharedVersion:
 
 
 async def explore(tokenizer, directory, versions, *, run, start=0, state=None):
-  """Explores batches of two groups of two, from `start` on.
+  """Explores batches of two groups of two samples, from step `start` on.
 
   Args:
-    versions: the follower's step whose weights generate each batch.
+    versions: for each batch, the follower's step whose weights generate it.
     run: name of the follower's store.
 
   Returns:
-    The states by completed batches, and the experiences of each batch.
+    The states, keyed by number of completed batches; and the experiences of each batch.
   """
   store = open_store(directory, synchronous='normal')
   write_opening(

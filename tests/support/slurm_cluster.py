@@ -1,4 +1,4 @@
-"""A real Slurm on this machine (slurm.sh), and jobs on it."""
+"""A real Slurm on this machine (see slurm.sh), and jobs on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_installed() -> bool:
 
 
 class Cluster:
-  """A running cluster; its commands are found with the variables of `environ`."""
+  """A running cluster. Its commands need the environment variables `environ`."""
 
   def __init__(self, directory: pathlib.Path):
     self.environ = job.environment(
@@ -35,7 +35,9 @@ class Cluster:
     self.environ.pop('NPROC')  # The launcher sets it.
 
   def call(self, *command: object) -> str:
-    """Runs a command to its end; raises with what it says when it fails."""
+    """Runs a command to its end, and returns its stdout. Raises AssertionError with its output if
+    it fails.
+    """
     done = subprocess.run(
       [*map(str, command)], cwd=ROOT, env=self.environ, capture_output=True, text=True, timeout=120
     )
@@ -44,13 +46,13 @@ class Cluster:
     return done.stdout
 
   def submit(self, workdir: pathlib.Path, *flags: str, config: tuple[str, ...] = job.QUICK) -> str:
-    """Submits a training run with `jaxrl launch slurm`; its job id."""
+    """Submits a training run with `jaxrl launch slurm`, and returns its job id."""
     programs = f'--config.compilation_cache={job.session() / "programs"}'
     command = [sys.executable, 'launch/cluster/slurm.py', *config, programs, *flags]
     return self.call(*command, f'--workdir={workdir}', '--noexclusive', '--submit').strip()
 
   def state(self, job_id: str) -> str:
-    """Slurm's state of a job, with the reason."""
+    """Returns Slurm's state of a job, with the reason."""
     return self.call(
       'squeue', '--noheader', '--states=all', f'--jobs={job_id}', '--array', '--format=%T %r'
     ).strip()
@@ -62,13 +64,13 @@ class Cluster:
   def wait_for_requeue(self, job_id: str) -> None:
     """Waits until a job is in the queue again. Slurm starts it after about two minutes.
 
-    Starting it earlier is not safe: until then, Slurm may repeat its order to end what runs under
-    the number of the job.
+    An earlier start is not safe, because until then Slurm may end processes with the job's number
+    once more.
     """
     self.wait(job_id, lambda state: state.startswith('PENDING'))
 
   def wait(self, job_id: str, is_reached: Callable[[str], bool], timeout_s: float = 1800) -> str:
-    """The job's state once it is as wanted."""
+    """Waits until `is_reached(state)` holds, and returns that state."""
     deadline = time.monotonic() + timeout_s
     while not is_reached(state := self.state(job_id)):
       assert time.monotonic() < deadline, state
@@ -79,7 +81,7 @@ class Cluster:
     return self.wait(job_id, lambda state: not any(word in state for word in UNFINISHED))
 
   def wait_for_rows(self, job_id: str, workdir: pathlib.Path, count: int) -> None:
-    """Returns when metrics.jsonl has `count` rows; raises when the job ends before."""
+    """Waits until metrics.jsonl has `count` rows. Raises AssertionError if the job ends earlier."""
     deadline = time.monotonic() + 1800
     while len(job.rows(workdir)) < count:
       state = self.state(job_id)
@@ -98,7 +100,8 @@ def output(workdir: pathlib.Path, job_id: str) -> str:
 
 @contextlib.contextmanager
 def running(nodes: int = 3) -> Iterator[Cluster]:
-  # Not in pytest's folders: a path of a socket is short, and munge wants folders of one owner.
+  # pytest's folders are unsuitable: the path of a socket must be short, and munge requires folders
+  # that belong to one owner.
   directory = pathlib.Path(tempfile.mkdtemp(prefix='slurm-'))
   cluster = directory / 'cluster'
   try:

@@ -1,4 +1,4 @@
-"""Checks what a run says that its seconds and tokens were spent on."""
+"""Checks of a run's accounts of its seconds and tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ STOCKS = ('waiting', 'partial', 'open')
 
 
 def check_seconds(run: pathlib.Path, *kinds: str) -> None:
-  """The classes of each kind of processes add up to the time for which they existed, within 1 %."""
+  """Checks that, for each kind of processes, the classes of seconds add up to the lifetime of the
+  processes, within 1 %.
+  """
   rows = [*job.rows(run), *goodput.rows_of_others(run)]
   for kind in kinds:
     shares = goodput.shares(rows, kind)
@@ -23,7 +25,9 @@ def check_seconds(run: pathlib.Path, *kinds: str) -> None:
 
 
 def check_tokens(run: pathlib.Path) -> dict[str, float]:
-  """Every token that the engine generated is in one class, within 1 %; returns the classes."""
+  """Checks that every generated token is in exactly one class, within 1 %. Returns the number of
+  tokens of each class.
+  """
   rows, prefix = job.rows(run), 'goodput/tokens/'
   total = collections.Counter()
   for row in rows:

@@ -1,4 +1,4 @@
-"""A real sshd on loopback, with keys of its own, for tests of what runs over ssh."""
+"""A real sshd on loopback with its own keys, for tests of programs that use ssh."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ HOSTS = ('127.0.0.1', 'localhost')
 
 @contextlib.contextmanager
 def serving(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Serves this account on a free port of loopback; the configuration file for ssh."""
+  """Serves this account on a free port of loopback. Yields the path of the configuration file for
+  ssh. Skips the test if sshd is missing.
+  """
   if SSHD is None or shutil.which('ssh') is None:
     pytest.skip('sshd is missing (Debian: apt-get install openssh-server)')
   folder.mkdir(mode=0o700)

@@ -1,4 +1,6 @@
-"""Logprobs of a completion whose tokens were sampled under several versions, with kept caches."""
+"""Logprobs of a completion whose tokens were sampled under several versions, with a cache that is
+kept across versions.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import numpy as np
 
 
 def stepwise_logprobs(model, params_of_each, prompt, tokens) -> np.ndarray:
-  """Token by token with a cache, each under the weights that sampled it: what is cached stays as it
-  was made.
+  """Returns the logprob of each token, computed token by token with a cache, under the weights that
+  sampled the token. Cached entries are never recomputed.
   """
   cache, logprobs = model.init_cache(1, len(prompt) + len(tokens)), []
   step = jax.jit(model.decode)

@@ -1,4 +1,4 @@
-"""Samples, scores and groups for stores of replay."""
+"""Samples, scores and groups for tests of replay stores."""
 
 import contextlib
 import pathlib
@@ -16,7 +16,9 @@ from jaxrl_llm.replay.tables import Issue
 
 
 def make_sample(uid: str, length: int = 12, version: int = 0) -> Sample:
-  """Tokens and logprobs are a function of the uid, so that a mixed-up row shows."""
+  """Returns a sample whose tokens and logprobs depend only on the uid, so that a mix-up of rows is
+  detected.
+  """
   draw = np.random.default_rng(list(uid.encode()))
   sampled = np.arange(length) >= 4
   return Sample(
@@ -67,19 +69,21 @@ def experts(uids):
 
 
 def tables(directory) -> dict[str, list[tuple]]:
-  """The rows of every table of a store's index but the two of the journal, and its schema."""
+  """Returns the schema of a store's index, and the rows of all tables except the two of the
+  journal.
+  """
   with contextlib.closing(sqlite3.connect(pathlib.Path(directory) / 'index.sqlite')) as db:
     schema = db.execute('SELECT type, name, tbl_name, sql FROM sqlite_master').fetchall()
     names = {name for kind, name, *_ in schema if kind == 'table'} - {'journal', 'unjournaled'}
     rows = {name: sorted(db.execute(f'SELECT * FROM {name}'), key=repr) for name in names}
-  # A count that is 0 again is no other than one that never was.
+  # A count that has returned to 0 is equal to a count that never existed.
   rows['tallies'] = [row for row in rows['tallies'] if row[-1]]
   return rows | {'schema': sorted(schema, key=repr)}
 
 
 def assert_rebuilt(directory, target) -> None:
-  """The index of a copy of this closed store, made again from the journal, has the same rows, table
-  by table, and the same audit.
+  """Rebuilds the index of a copy of this closed store from the journal. Asserts that every table
+  has the same rows, and that the audit is the same.
   """
   wanted = tables(directory)
   shutil.copytree(directory, target)

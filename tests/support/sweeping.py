@@ -1,4 +1,4 @@
-"""Sweeps of stand-in runs (fixtures/stand_in_run.py)."""
+"""Sweeps of fake runs (fixtures/stand_in_run.py)."""
 
 import pathlib
 import sys
@@ -19,14 +19,16 @@ def get_sweep():
 
 
 def sweep_file(folder: pathlib.Path, fields: str, name: str = 'sweep.py') -> pathlib.Path:
-  """Writes a sweep file of the quickstart with these arguments of Sweep."""
+  """Writes a sweep file of the quickstart. `fields`: arguments of Sweep, as source code."""
   file = folder / name
   file.write_text(FILE.format(fields=fields))
   return file
 
 
 def open_sweep(file: pathlib.Path, sweepdir: pathlib.Path) -> tuple[Ledger, Runner, list[str]]:
-  """The ledger of a sweep, what runs its stand-ins, and the lines that it will note."""
+  """Returns the ledger of a sweep, a runner of its fake runs, and a list to which the runner adds
+  its notes.
+  """
   plan = load_plan(str(file), {})
   sweepdir.mkdir(exist_ok=True)
   ledger, notes = open_ledger(plan, sweepdir), []
@@ -48,6 +50,6 @@ def _nothing() -> None:
 
 
 def executed(ledger: Ledger, entry: LedgerEntry) -> list[int]:
-  """Steps that all starts of a trial have executed."""
+  """Returns the steps that a trial has executed, over all of its starts."""
   file = ledger.workdir(entry) / 'executed'
   return [int(line) for line in file.read_text().split()] if file.exists() else []

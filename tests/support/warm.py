@@ -1,14 +1,14 @@
-"""Starts Python scripts without their imports: as forks of a process that has imported the same
+"""Starts Python scripts without their imports, as forks of a process that has imported the same
 modules.
 
-A job's imports alone take about 7 s of a core. `start` forks a process that has done them (one for
-each test worker, made at the first call), and the fork becomes the script, with a session,
-directory, environment, arguments, file descriptors and exit code of its own. Some libraries read
-the environment when they are imported: a script that needs another value of a variable in `_FIXED`
-is started as usual instead.
+The imports of a job alone take about 7 s of a core. Each test worker has one process that has done
+them, started at the first call. `start` forks that process, and the fork becomes the script. It has
+its own session, directory, environment, arguments, file descriptors and exit code. Some libraries
+read the environment when they are imported. A script that needs another value of a variable in
+`_FIXED` must therefore be started as usual.
 
-Run as a program (`python tests/support/warm.py SOCKET`), this module is that process: SOCKET is the
-inherited descriptor over which its requests come.
+If this module runs as a program (`python tests/support/warm.py SOCKET`), it is that process. SOCKET
+is the inherited descriptor that receives requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 _FIXED = ('JAX_PLATFORMS', 'XLA_FLAGS', 'JAX_ENABLE_X64', 'JAX_COMPILATION_CACHE_DIR')
-"""Environment variables that libraries read when they are imported."""
+"""Names of environment variables that libraries read when they are imported."""
 _MODULES = (
   'jaxrl_llm.app.commands.train',
   'jaxrl_llm.app.commands.evaluate',
@@ -42,7 +42,8 @@ _MODULES = (
 
 
 class Process:
-  """A script that `start` has started; attributes and methods are those of `subprocess.Popen`."""
+  """A script that `start` has started. Attributes and methods are like those of `subprocess.Popen`.
+  """
 
   def __init__(
     self, args: Sequence[str], connection: socket.socket, stdout: int | None, stderr: int | None
@@ -75,7 +76,9 @@ class Process:
     return self.returncode
 
   def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-    """Waits for the script to end; (stdout, stderr) as far as they have not been read yet."""
+    """Waits for the script to end. Returns (stdout, stderr), without the parts that were read
+    before.
+    """
     deadline = None if timeout is None else time.monotonic() + timeout
     streams = [
       stream for stream in (self.stdout, self.stderr) if stream is not None and not stream.closed
@@ -119,10 +122,11 @@ def start(
   piped: bool = True,
   replaced: bool = False,
 ) -> Process:
-  """Starts `args`, a script and its arguments, in a session of its own.
+  """Starts a script in its own session.
 
   Args:
-    piped: whether `communicate` reads stdout and stderr; otherwise they go to /dev/null.
+    args: the script and its arguments.
+    piped: whether `communicate` reads stdout and stderr. If False, they go to /dev/null.
     replaced: whether the script only executes another program, which reads `env` anew.
 
   Raises:
@@ -140,7 +144,7 @@ def start(
   request = json.dumps({'args': list(map(str, args)), 'cwd': str(cwd), 'env': dict(env)}).encode()
   descriptors = array.array('i', (theirs.fileno(), null, *writes))
   try:
-    # On a stream the length comes first; the descriptors travel with it.
+    # On a stream, the length comes first. The descriptors are sent together with it.
     server.sendmsg(
       [len(request).to_bytes(4)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
     )
@@ -154,8 +158,10 @@ def start(
 
 @functools.cache
 def _server() -> tuple[socket.socket, dict[str, str]]:
-  """(Socket of the forking process, its environment). It ends when this process does."""
-  import job  # Imports this module.
+  """Returns (socket of the forking process, its environment). That process ends when this process
+  ends.
+  """
+  import job  # `job` imports this module.
 
   ours, theirs = socket.socketpair()
   env = job.environment()
@@ -170,8 +176,8 @@ def _server() -> tuple[socket.socket, dict[str, str]]:
 
 
 def _serve(requests: socket.socket) -> tuple[dict, list[int]]:
-  """Forks for each request and reports exit codes. Returns only in a fork: (its request, its
-  standard descriptors).
+  """Forks for each request and reports exit codes. Returns only in a fork: the fork's request and
+  its standard descriptors.
   """
   children: dict[int, socket.socket] = {}
   wake, woken = socket.socketpair()
@@ -196,7 +202,7 @@ def _serve(requests: socket.socket) -> tuple[dict, list[int]]:
       connection = socket.socket(fileno=descriptors[0])
       pid = os.fork()
       if pid == 0:
-        os.setsid()  # Before its caller can signal the group.
+        os.setsid()  # The fork needs its own session before its caller can signal the group.
         connection.send(str(os.getpid()).encode())
         selector.close()
         signal.set_wakeup_fd(-1)
@@ -219,7 +225,8 @@ def _report_exit_codes(children: dict[int, socket.socket]) -> None:
 
 
 def _become(request: dict, descriptors: list[int]) -> None:
-  """Sets this fork up as an interpreter that was started for the script, and runs the script."""
+  """Makes this fork look like an interpreter that was started for the script, and runs the script.
+  """
   for number, descriptor in enumerate(descriptors):
     os.dup2(descriptor, number)
   for descriptor in descriptors:

@@ -1,13 +1,13 @@
-"""A server with vLLM's HTTP interface (0.32, as ours are started) and without vLLM: for tests, and
-for slow servers.
+"""A server with the HTTP interface of vLLM 0.32, as the project starts it, but without vLLM. It is
+meant for tests, and it can simulate slow servers.
 
-Invariant: whatever a client or a fleet of ours relies on (paths, bodies, statuses, errors,
-connections, what a pause or an update does to requests under way) is as recorded from a real
-server; what is not implemented is refused.
+Invariant: everything that the project's clients and fleets rely on is as recorded from a real
+server: paths, bodies, statuses, errors, connections, and the effect of a pause or an update on
+requests in progress. Anything that is not implemented is refused.
 
-What it does not copy: `rank` of sampled tokens is null; alternatives (`logprobs` and
-`prompt_logprobs` above 0) and sampling parameters other than those of `Params` are refused; text is
-unknown to it.
+Differences from vLLM: the `rank` of sampled tokens is null. Alternatives (`logprobs` and
+`prompt_logprobs` above 0) and sampling parameters other than those of `Params` are refused. There
+is no text, only token ids.
 """
 
 from fake_vllm.backends import Backend, Drawn, Sampled, Scripted

@@ -9,7 +9,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-# Python puts this directory first on the path, where its modules would hide others of their names.
+# Python puts this directory first on the path. Its modules would then hide other modules of the
+# same names.
 sys.path[0] = str(pathlib.Path(__file__).parents[1])
 
 from fake_vllm.backends import Sampled  # noqa: E402
@@ -20,7 +21,8 @@ from jaxrl_llm.weights.hf import read_spec, read_special_tokens  # noqa: E402
 
 
 async def serve(server: FakeServer, *, uds: str | None, port: int) -> int:
-  """Serves until SIGTERM or SIGINT (0), or until the server has died (1)."""
+  """Serves until SIGTERM or SIGINT arrives (returns 0), or until the server has died (returns 1).
+  """
   stop, loop = asyncio.Event(), asyncio.get_running_loop()
   for number in (signal.SIGTERM, signal.SIGINT):
     loop.add_signal_handler(number, stop.set)

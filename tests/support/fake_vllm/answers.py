@@ -1,4 +1,4 @@
-"""Answers of a fake server in vLLM's form, whole or spoilt."""
+"""Answers of a fake server in vLLM's form, complete or damaged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fake_vllm.core import Call, Core, Sample
 from fake_vllm.requests import MODEL, Params
 
 _MESSAGE = 4000
-"""Characters of an error's text that are told."""
+"""Maximum number of characters of an error message."""
 
 
 def to_json(answer: Any, *, status: int = 200) -> web.Response:
@@ -25,7 +25,7 @@ def to_json(answer: Any, *, status: int = 200) -> web.Response:
 
 
 def completions(call: Call, *, with_prompt: bool) -> dict[str, Any]:
-  """The body for a call that has ended."""
+  """Returns the body of the response to a call that has ended."""
   drawn = sum(len(sample.tokens) for sample in call.samples)
   usage = {
     'prompt_tokens': len(call.prompt),
@@ -54,7 +54,7 @@ def completions(call: Call, *, with_prompt: bool) -> dict[str, Any]:
 
 
 def event(call: Call, sample: Sample, sent: int, *, with_prompt: bool) -> dict[str, Any]:
-  """What a stream sends of a sample's tokens after the first `sent`."""
+  """Returns a stream's event with the tokens of a sample after the first `sent` tokens."""
   body: dict[str, Any] = {'request_id': call.name, 'usage': None}
   if with_prompt:
     body |= {'prompt_token_ids': call.prompt}
@@ -94,7 +94,7 @@ def _spans(labels: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def metrics(core: Core) -> str:
-  """The text of /metrics, of which a few lines are made."""
+  """Returns the text of /metrics, with only a few of vLLM's metrics."""
   samples = [sample for call in core.calls for sample in call.samples]
   waiting = sum(not s.tokens and s.finish is None for s in samples) if core.paused else 0
   values = [
@@ -118,7 +118,7 @@ def failure(
   message: str, *, status: int = 500, kind: str = 'InternalServerError', param: str | None = None
 ) -> web.Response:
   message = message[:_MESSAGE]
-  # As vLLM does, so that no client comes to rely on a path in a message.
+  # vLLM hides paths too, so a client must not rely on a path in a message.
   message = re.sub(r'/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w.\-]+)+', '<path>', message)
   message = re.sub(r'(?:/[\w\-]+)+/[\w\-]+\.\w+', '<path>', message)
   error = {'message': message.strip(), 'type': kind, 'param': param, 'code': status}
@@ -126,7 +126,7 @@ def failure(
 
 
 async def send_and_close(request: web.Request, response: web.Response) -> web.Response:
-  """Closes the connection without having said so, as vLLM's server does after an exception."""
+  """Closes the connection without announcing it, as vLLM's server does after an exception."""
   await response.prepare(request)
   await response.write_eof()
   if request.transport is not None:
@@ -135,7 +135,7 @@ async def send_and_close(request: web.Request, response: web.Response) -> web.Re
 
 
 async def send_half(request: web.Request, whole: web.StreamResponse) -> web.StreamResponse:
-  """Breaks the connection off in the middle of the body."""
+  """Sends half of the body, and then breaks the connection off."""
   assert isinstance(whole, web.Response) and isinstance(whole.body, bytes)
   response = web.StreamResponse(status=whole.status, headers={'Content-Type': 'application/json'})
   response.content_length = len(whole.body)
@@ -147,7 +147,8 @@ async def send_half(request: web.Request, whole: web.StreamResponse) -> web.Stre
 
 
 def aborted_half_way(response: web.StreamResponse) -> web.StreamResponse:
-  """The same completions, each as if it had been aborted after half of its tokens."""
+  """Returns the same completions, each changed as if it had been aborted after half of its tokens.
+  """
   if response.status != 200:
     return response
   assert isinstance(response, web.Response) and response.text is not None

@@ -1,8 +1,8 @@
-"""Who makes the tokens of a fake server: a test's script, or a model with the weights that were
-published to it.
+"""Sources of a fake server's tokens: a test's script, or a model with the weights that were
+published to the server.
 
-Invariant: a token is drawn by what is loaded when its piece is asked for, and says after how many
-loads that was.
+Invariant: a token is drawn with the weights that are loaded when its piece is requested, and its
+record tells the number of loads before it.
 """
 
 from __future__ import annotations
@@ -29,52 +29,55 @@ from jaxrl_llm.weights.tables import entries
 
 
 class Drawn(NamedTuple):
-  """Some tokens of a completion, one entry for each."""
+  """Consecutive tokens of a completion. Each list has one entry per token."""
 
   tokens: Sequence[int]
   logprobs: Sequence[float]
   generations: Sequence[int]
-  """How many loads had come before the token was drawn."""
+  """For each token, the number of loads before it was drawn."""
 
 
 @runtime_checkable
 class Backend(Protocol):
-  """Makes the tokens."""
+  """A source of tokens."""
 
   generation: int
-  """Loads so far."""
+  """Number of loads so far."""
   tensors: Mapping[str, np.ndarray]
-  """What is loaded, by Hugging Face name."""
+  """The loaded tensors, keyed by Hugging Face name."""
 
   async def start(self, *, max_length: int) -> None:
-    """Makes ready; with weights that nobody published."""
+    """Prepares the backend. Its first weights are its own, not published ones."""
     ...
 
   async def close(self) -> None: ...
 
   async def load(self, tensors: Mapping[str, np.ndarray]) -> None:
-    """Takes tensors with the names, shapes and dtypes of those it has."""
+    """Replaces the tensors. The names, shapes and dtypes must stay the same."""
     ...
 
   async def score(self, tokens: Sequence[int]) -> tuple[Sequence[float], Sequence[int]]:
-    """Logprobs at temperature 1, and ranks from 1 on, of all tokens but the first."""
+    """Returns logprobs at temperature 1, and ranks counted from 1, of all tokens except the first.
+    """
     ...
 
   def draw(self, prompt: Sequence[int], params: Params, index: int) -> AsyncGenerator[Drawn, None]:
-    """One completion piece by piece; the next piece is made when it is asked for, by what is loaded
-    then.
+    """Yields one completion in pieces. Each piece is made when it is requested, with the weights
+    that are loaded then.
     """
     ...
 
 
 Answer = Callable[[Sequence[int], Params, int], tuple[Sequence[int], Sequence[float]]]
-"""(prompt, parameters, index of the sample) -> (tokens, their logprobs)."""
+"""Function of (prompt, parameters, index of the sample) that returns (tokens, logprobs of the
+tokens).
+"""
 Score = Callable[[Sequence[int], Mapping[str, np.ndarray]], Sequence[float]]
-"""(tokens, what is loaded) -> logprobs of all tokens but the first."""
+"""Function of (tokens, loaded tensors) that returns the logprobs of all tokens except the first."""
 
 
 class Scripted:
-  """Tokens that a test makes up."""
+  """A backend whose tokens come from a test's function."""
 
   def __init__(
     self,
@@ -86,12 +89,12 @@ class Scripted:
   ):
     """
     Args:
-      answer: may give more tokens than are asked for; what follows a stop token or `max_tokens` is
-        left away. Too few are an error, as no model ends without a reason.
-      tensors: what the server holds at first; what is published must have these names, shapes and
+      answer: may return more tokens than requested: those after a stop token or after `max_tokens`
+        are dropped. Too few tokens are an error, because a model never ends without a reason.
+      tensors: the server's first tensors. Published tensors must have these names, shapes and
         dtypes.
-      score: None = -1 for every token.
-      piece: tokens between two looks at whether the server is paused.
+      score: returns the logprobs of a prompt. If None, each logprob is -1.
+      piece: number of tokens between two checks for a pause.
     """
     self.generation, self.tensors = 0, dict(tensors)
     self._answer, self._score, self._piece = answer, score, piece
@@ -120,12 +123,14 @@ class Scripted:
 
 
 class Sampled:
-  """Tokens of a model: the embedded engine's, under the weights that were published to this server.
+  """A backend whose tokens come from the embedded engine, with the weights that were published to
+  this server.
 
-  A completion is drawn in pieces, and each computes its keys and values anew, so that after an
-  update all of them are the new weights', as on a server that was told to `reset_running_requests`.
-  Up to rounding, pieces change no token: draws are counted by position. Sample i of a request with
-  seed s is that of a request with seed s + i, as in vLLM.
+  A completion is drawn in pieces, and each piece computes its keys and values anew. After an update
+  they are therefore all computed with the new weights, as on a server that was told to
+  `reset_running_requests`. The pieces do not change the tokens, except for rounding, because draws
+  are counted by position. As in vLLM, sample i of a request with seed s equals the first sample of
+  a request with seed s + i.
   """
 
   def __init__(
@@ -139,10 +144,10 @@ class Sampled:
   ):
     """
     Args:
-      seed: of the weights at the start, and of all randomness with the requests' seeds.
-      dtype: of weights and activations.
-      config: None = small, and good for any request.
-      piece: tokens between two looks at whether the server is paused.
+      seed: seed of the first weights and, combined with the requests' seeds, of all randomness.
+      dtype: data type of weights and activations.
+      config: options of the engine. If None, the engine is small and accepts any request.
+      piece: number of tokens between two checks for a pause.
     """
     self.generation, self.tensors = 0, {}
     self._spec, self._seed, self._dtype, self._piece = spec, seed, dtype, piece
@@ -164,7 +169,8 @@ class Sampled:
       name='fake',
     )
     await self._engine.start()
-    # As small and as random as vLLM's dummy weights: nothing that is published is already there.
+    # The first weights are small and random, like vLLM's dummy weights. A published tensor
+    # therefore never equals the tensor that it replaces.
     random, dtype = np.random.default_rng(self._seed), dtype_of(self._dtype)
     first = {
       entry.hf: random.uniform(-1e-3, 1e-3, entry.shape).astype(dtype)
@@ -182,7 +188,8 @@ class Sampled:
     await self._take(tensors)
 
   async def score(self, tokens: Sequence[int]) -> tuple[Sequence[float], Sequence[int]]:
-    # A program for each power of two; causal attention does not look at the padding behind.
+    # One program is compiled per power of two. Causal attention ignores the padding after the
+    # tokens.
     padded = np.zeros(min(max(16, 1 << (len(tokens) - 1).bit_length()), self._max_length), np.int32)
     padded[: len(tokens)] = tokens
     logprobs, ranks = await self._thread.run(
@@ -224,7 +231,8 @@ class Sampled:
 
 
 def _score(model: Model, params: Tree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Logprobs and ranks of tokens 1, 2, … (the last entry means nothing)."""
+  """Returns logprobs and ranks of the tokens at positions 1, 2, …. The last entry is meaningless.
+  """
   sequence = tokens[None]
   hidden = model.apply(params, sequence, jnp.arange(len(tokens))[None], jnp.ones_like(sequence))[0]
   kernel = model.head_kernel(params).astype(hidden.dtype)

@@ -1,8 +1,8 @@
-"""The engine core of a fake server: completions under way, what a pause does to them, and how
-tokens are labelled.
+"""The engine core of a fake server: completions in progress, the effect of a pause on them, and the
+labels of tokens.
 
-Invariant: while it is paused no completion that is to be held draws a token or ends, and a token's
-label is that of the version that drew it.
+Invariant: during a pause, a completion that the pause holds neither draws a token nor ends. A
+token's label is that of the version that drew it.
 """
 
 from __future__ import annotations
@@ -20,47 +20,48 @@ from fake_vllm.faults import Faults, Latency
 from fake_vllm.requests import Params
 
 _POLL_S = 0.005
-"""Between two looks at whether a stall is over."""
+"""Seconds between two checks whether a stall is over."""
 
 
 class CoreDead(Exception):
-  """The engine core is gone."""
+  """Raised when the engine core is dead."""
 
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-  """One completion and how far it has got."""
+  """One completion, and its tokens so far."""
 
   index: int
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   labels: list[str] = dataclasses.field(default_factory=list)
-  """Of the version that drew each token."""
+  """For each token, the label of the version that drew it."""
   finish: str | None = None
   has_last: bool = False
-  """Whether `tokens` has the last one, which a stream sends with `finish`."""
+  """Whether `tokens` contains the last token. A stream sends the last token together with `finish`.
+  """
 
 
 @dataclasses.dataclass(eq=False)
 class Call:
-  """A request for completions that has not been answered."""
+  """A request for completions that has not been answered yet."""
 
   name: str
   prompt: list[int]
   params: Params
   samples: list[Sample] = dataclasses.field(init=False)
   scores: tuple[Sequence[float], Sequence[int]] | None = None
-  """Logprobs and ranks of the prompt's tokens but the first."""
+  """Logprobs and ranks of all tokens of the prompt except the first."""
   tasks: list[asyncio.Task] = dataclasses.field(default_factory=list)
   grown: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-  """Set when a sample has got tokens or has ended."""
+  """Set when a sample has new tokens or has ended."""
 
   def __post_init__(self):
     self.samples = [Sample(index) for index in range(self.params.n)]
 
   def abort(self) -> int:
-    """Ends what has not ended; how many those are as vLLM counts them (it keeps a parent of several
-    samples).
+    """Ends the unfinished samples. Returns their number as vLLM counts it: plus one if there are
+    several, because vLLM also counts their parent.
     """
     unfinished = [sample for sample in self.samples if sample.finish is None]
     for task in self.tasks:
@@ -72,7 +73,7 @@ class Call:
 
 
 class Core:
-  """Runs calls; `backend`, `calls`, the flags and the counts are there to be read."""
+  """Runs calls. `backend`, `calls`, the flags and the counts are public for reading."""
 
   def __init__(self, backend: Backend, faults: Faults, latency: Latency):
     self.backend, self.faults = backend, faults
@@ -89,12 +90,12 @@ class Core:
 
   @property
   def running(self) -> int:
-    """Completions that have not ended."""
+    """Number of completions that have not ended."""
     return sum(sample.finish is None for call in self.calls for sample in call.samples)
 
   async def run(self, call: Call) -> None:
-    """Returns when all of a call's samples have ended, aborted ones among them; a client that has
-    gone ends them.
+    """Runs a call until all of its samples have ended, some perhaps aborted. If the client has
+    gone, the samples are ended.
     """
     self.prompt_tokens += len(call.prompt)
     self.calls.add(call)
@@ -118,7 +119,9 @@ class Core:
         raise task.exception()
 
   async def pause(self, mode: str) -> None:
-    """Until `resume` nobody goes on, but for those that `wait` waits for."""
+    """Holds all calls until `resume`. The mode 'abort' ends all calls first; the mode 'wait' lets
+    the calls in progress finish first.
+    """
     self.paused = True
     self._let_through = set(self.calls) if mode == 'wait' else set()
     if mode == 'abort':
@@ -131,7 +134,9 @@ class Core:
     self._notify()
 
   def abort(self, names: Sequence[str] = ()) -> int:
-    """Ends the calls of these names, or all; how many vLLM would say it ended."""
+    """Ends the calls with these names, or all calls if there are no names. Returns the number that
+    vLLM would report.
+    """
     ended = sum([call.abort() for call in self.calls if not names or call.name in names])
     return len(names) or ended
 
@@ -140,20 +145,22 @@ class Core:
     self.abort()
 
   async def sleep(self, *, drops: bool) -> None:
-    """Ends all calls; later ones wait for `wake_up`. If `drops`, the weights are lost (level 2)."""
+    """Ends all calls. Later calls wait for `wake_up`. If `drops` (sleep level 2), the weights are
+    lost.
+    """
     await self.pause('abort')
     self.sleeping = True
     if drops:
       await self.load({name: np.zeros_like(held) for name, held in self.backend.tensors.items()})
 
   def wake_up(self) -> None:
-    """Goes on, with weights that nobody published."""
+    """Resumes. If `sleep` dropped the weights, they are 0 until the next update."""
     self.sleeping = False
     self.resume()
 
   async def load(self, tensors: Mapping[str, np.ndarray]) -> None:
     before = self.backend.generation
-    # Tokens that were drawn before, and are taken after, keep their label.
+    # Tokens that were drawn before the load, but are taken after it, keep the old label.
     self._labels = {before: self.label, before + 1: self.label}
     await self.backend.load(tensors)
 
@@ -191,12 +198,14 @@ class Core:
           await asyncio.sleep(_POLL_S)
         await asyncio.sleep(slowness * (len(sample.tokens) - before) / params.max_tokens)
     await asyncio.sleep(slowness * (1 - len(sample.tokens) / params.max_tokens))
-    async with self._turn(call):  # A paused server answers nothing.
+    async with self._turn(call):  # A paused server does not answer.
       sample.finish = finish
       call.grown.set()
 
   def _take(self, sample: Sample, drawn: Drawn, params: Params) -> str | None:
-    """Appends tokens up to where the completion ends; why it did, if so."""
+    """Appends tokens up to the end of the completion. Returns the finish reason, or None if the
+    completion has not ended.
+    """
     for token, logprob, generation in zip(*drawn, strict=True):
       sample.tokens.append(int(token))
       sample.logprobs.append(float(logprob))
@@ -212,7 +221,7 @@ class Core:
 
   @contextlib.asynccontextmanager
   async def _turn(self, call: Call) -> AsyncGenerator[None, None]:
-    """Waits until a call may go on; a pause waits for the end of the block."""
+    """Waits until the call may continue. A pause waits for the end of the block."""
     await self._until(lambda: not self.paused or call in self._let_through)
     self._drawing += 1
     try:
@@ -232,7 +241,7 @@ class Core:
 
 
 def _repeats(tokens: Sequence[int], least: int, most: int, count: int) -> bool:
-  """Whether the last tokens are `count` copies of a pattern of `least` to `most` tokens."""
+  """Returns whether the last tokens are `count` copies of a pattern of `least` to `most` tokens."""
   return any(
     tokens[-size * count :] == tokens[-size:] * count
     for size in range(least, most + 1)

@@ -1,4 +1,4 @@
-"""What goes wrong at a fake server, and how slow it is, as tests set it."""
+"""Faults and latency of a fake server, set by tests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from jaxrl_llm.rollout.api import WORD
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latency:
-  """Seconds that a completion takes longer, lognormal: exp(N(log median_s, sigma²)).
+  """Additional seconds of a completion, with a lognormal distribution: exp(N(log median_s,
+  sigma²)).
 
-  They are spread over the tokens that the request allows; what is left when it ends earlier is
-  waited at its end. The number is a function of `seed`, the request's seed and the sample's index,
-  whatever else is going on.
+  The seconds are spread over the tokens that the request allows. If the completion ends earlier,
+  the remaining seconds pass at its end. The number of seconds depends only on `seed`, on the
+  request's seed and on the sample's index.
   """
 
   median_s: float = 0.0
-  """0 = none."""
+  """Median of the additional seconds; 0 for none."""
   sigma: float = 0.0
-  """Of the logarithm: at 1, one completion in 100 takes ten times the median or more."""
+  """Standard deviation of the logarithm of the seconds. At 1, one completion in 100 takes at least
+  ten times the median.
+  """
   seed: int = 0
 
   def __post_init__(self):
@@ -41,50 +44,56 @@ class Latency:
 
 
 class Fault(enum.StrEnum):
-  """What a request meets."""
+  """Kind of fault of a request."""
 
   INTERNAL_ERROR = '500'
   UNAVAILABLE = '503'
   HANG = 'hang'
-  """Never an answer, on an open connection."""
+  """The request is never answered, and its connection stays open."""
   CUT = 'cut'
-  """The connection ends in the middle of the body, of a stream once half of the tokens are sent."""
+  """The connection ends in the middle of the body. A stream ends when half of the tokens have been
+  sent.
+  """
   ABORT = 'abort'
-  """Completions end half-way with finish_reason abort (generate only)."""
+  """Completions end half-way with finish_reason 'abort'. For generate requests only."""
   DELAY = 'delay'
-  """`Faults.delay_s` before the request is looked at."""
+  """`Faults.delay_s` seconds pass before the request is handled."""
   DIE = 'die'
-  """The process is gone: no listening socket, connections broken off."""
+  """The process is gone: it has no listening socket, and its connections are broken off."""
   CORE = 'core'
-  """The engine core is gone: 500 to whoever waits, 503 on /health, and soon after that like DIE."""
+  """The engine core is gone. Waiting requests are answered with 500, and /health with 503. Soon
+  afterwards, the server dies as with DIE.
+  """
 
 
 @dataclasses.dataclass(kw_only=True)
 class Faults:
-  """What goes wrong; a test sets any of it at any time, and it holds for what comes then."""
+  """Faults of a server. A test can set any field at any time; it applies to later requests."""
 
   fault: Fault | None = None
   path: str = GENERATE
-  """Whose requests meet the fault."""
+  """Path of the requests that meet the fault."""
   after: int = 0
-  """Requests that are served well before; counts down."""
+  """Number of requests that are still served normally before the fault. Counts down."""
   times: int | None = None
-  """Requests that meet the fault; counts down; None = all."""
+  """Number of requests that still meet the fault. Counts down. If None, all requests meet it."""
   delay_s: float = 0.0
-  """Of Fault.DELAY."""
+  """Seconds of Fault.DELAY."""
   stall_at: int | None = None
-  """A completion that has so many tokens gets no more until this is None again."""
+  """Number of tokens after which a completion stalls, until this is None again."""
   stale: str | None = None
-  """Hugging Face name of a tensor that updates leave as it was, without a word."""
+  """Hugging Face name of a tensor that updates silently leave unchanged."""
   prompt_logprob_shift: float = 0.0
-  """Added to the logprobs of prompts."""
+  """Constant that is added to the logprobs of prompts."""
   spoil: Callable[[bytes], bytes] | None = None
-  """Returns what a stream sends instead of an event."""
+  """Called with each event of a stream, and returns the bytes to send instead. If None, events are
+  unchanged.
+  """
   die_in_update: bool = False
-  """Whether the process is gone when the next update has written its tensors."""
+  """Whether the process dies when the next update has written its tensors."""
 
   def meets(self, path: str) -> Fault | None:
-    """What the next request to a path meets; counts it."""
+    """Returns the fault of the next request to `path`, and counts that request."""
     if self.fault is None or path != self.path or self.times == 0:
       return None
     if self.after > 0:

@@ -1,8 +1,7 @@
-"""What a body asks for, filled in as vLLM does; a `Refusal` of what vLLM refuses, and of what the
-fake does not know.
+"""Parses the bodies of requests and fills in defaults as vLLM does. Raises `Refusal` for bodies
+that vLLM refuses and for those that the fake does not support.
 
-Invariant: parameters that were parsed are complete and in range, so nothing behind this module
-checks them again.
+Invariant: parsed parameters are complete and in range, so other modules do not check them again.
 """
 
 from __future__ import annotations
@@ -18,42 +17,45 @@ from jaxrl_llm.core.errors import one_line
 from jaxrl_llm.core.files import parse_json
 
 MODEL = 'policy'
-"""What the model is called."""
+"""Name of the served model."""
 GENERATE = '/inference/v1/generate'
 MAX_SAMPLES = 128
-"""Completions of one request, at most: vLLM's max_num_seqs on CPUs."""
+"""Maximum number of completions of one request: vLLM's max_num_seqs on CPUs."""
 _COLDEST = 0.01
-"""vLLM raises temperatures between 0 and this to this."""
+"""Lowest temperature above 0. vLLM raises lower positive temperatures to this value."""
 _HARMLESS = {'detokenize', 'skip_special_tokens', 'spaces_between_special_tokens'}
-"""Sampling parameters that say nothing where there is no text."""
+"""Sampling parameters that have no effect if there is no text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Params:
-  """The sampling parameters of a request, as vLLM names them and after it has filled them in."""
+  """Sampling parameters of a request, named as in vLLM, with defaults filled in."""
 
   max_tokens: int
-  """At most what fits into the longest sequence."""
+  """Maximum number of tokens. It never exceeds the room in the longest sequence."""
   temperature: float = 1.0
   top_p: float = 1.0
   top_k: int = 0
-  """0 and -1 are off."""
+  """0 and -1 mean that top-k is off."""
   seed: int
-  """Where the client gave none, one that no other request has."""
+  """Seed of the request. If the client gave none, it is unique to the request."""
   n: int = 1
   stop_ids: tuple[int, ...] = ()
-  """The model's own among them, unless they are to be ignored."""
+  """Tokens that end a completion. Includes the model's own stop tokens, unless the request ignores
+  them.
+  """
   logprobs: int | None = None
   prompt_logprobs: int | None = None
   stream_interval: int = 1
-  """Tokens of an event of a stream, but for the first and the last."""
+  """Number of tokens per event of a stream, except for the first and the last event."""
   repetition: tuple[int, int, int] | None = None
-  """Least and greatest size of a pattern, and how often it must occur in a row to end a completion.
+  """Minimum and maximum size of a pattern, and the number of consecutive occurrences that ends a
+  completion. If None, repetitions are ignored.
   """
 
 
 class Refusal(Exception):
-  """Answered with 4xx."""
+  """Raised for a request that the server answers with a 4xx status."""
 
   def __init__(
     self,
@@ -68,7 +70,7 @@ class Refusal(Exception):
 
 
 def invalid(where: str, message: str) -> Refusal:
-  """Of what does not even have the right form."""
+  """Returns the refusal of a body that has the wrong form."""
   return Refusal(
     f"1 validation error:\n  {{'loc': '{where}', 'msg': '{message}'}}",
     kind='Bad Request',
@@ -77,15 +79,15 @@ def invalid(where: str, message: str) -> Refusal:
 
 
 async def read_json(request: web.Request, **kinds: type) -> dict[str, Any]:
-  """A JSON object; an empty body is an empty object.
+  """Returns the JSON object in the body. An empty body gives an empty object.
 
   Args:
-    kinds: the fields that are needed, with their types.
+    kinds: names of the required fields, with their types.
   """
   data = await request.read()
   try:
     body = parse_json(data.decode()) if data else {}
-  except ValueError as error:  # Also what is not UTF-8.
+  except ValueError as error:  # Includes bytes that are not UTF-8.
     raise invalid('body', f'JSON decode error: {error}') from None
   if not isinstance(body, dict):
     raise invalid('body', 'Input should be a valid dictionary')
@@ -105,13 +107,14 @@ def parse(
   vocab_size: int,
   eos_ids: tuple[int, ...],
 ) -> tuple[str, list[int], Params]:
-  """Name, prompt and parameters of the call that a body asks for; Refusal of what a server refuses.
+  """Returns name, prompt and parameters of the requested call. Raises Refusal for a body that a
+  server refuses.
 
   Args:
-    body: of a request to GENERATE.
-    number: no other call has it.
-    max_model_len: tokens of the longest sequence, prompt included.
-    vocab_size: stop tokens are below it.
+    body: body of a request to GENERATE.
+    number: number that no other call has.
+    max_model_len: maximum number of tokens of a sequence, including the prompt.
+    vocab_size: size of the vocabulary. Stop tokens must be below it.
     eos_ids: the model's own stop tokens.
   """
   prompt, given = body['token_ids'], body['sampling_params']
@@ -156,7 +159,7 @@ _DEFAULTS = {
   'repetition_detection': None,
   'stream_interval': None,
 }
-"""The sampling parameters that are known, and what they are where a request does not say."""
+"""Supported sampling parameters, and their values if a request does not set them."""
 _KINDS: Mapping[str, tuple[type, ...]] = {
   'max_tokens': (int, NoneType),
   'temperature': (float, int),
@@ -171,7 +174,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
   'repetition_detection': (dict, NoneType),
   'stream_interval': (int, NoneType),
 }
-"""Their types."""
+"""Accepted types of each sampling parameter."""
 _INT64 = 1 << 63
 
 
@@ -183,8 +186,8 @@ def _params(
     given: the request's `sampling_params`.
     vocab_size: see `parse`.
     eos_ids: see `parse`.
-    room: tokens that may follow the prompt.
-    spare_seed: taken where none is given.
+    room: number of tokens that may follow the prompt.
+    spare_seed: seed that is used if the request has none.
   """
   unknown = sorted(set(given) - set(_DEFAULTS) - _HARMLESS)
   if unknown:
@@ -233,7 +236,7 @@ def _repetition(given: Mapping[str, Any] | None) -> tuple[int, int, int] | None:
 
 
 def _check_params(got: Mapping[str, Any], vocab_size: int) -> None:
-  # In vLLM's order: of several faults the first is told.
+  # The order is vLLM's. Of several faults, only the first is reported.
   for refused, name, wanted in (
     (got['max_tokens'] < 1, 'max_tokens', 'must be at least 1'),
     (not got['temperature'] >= 0, 'temperature', 'must be non-negative'),

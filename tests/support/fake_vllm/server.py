@@ -1,6 +1,6 @@
-"""The fake server itself: its routes, its life and death, and which fault a request meets.
+"""The fake server itself: its routes, its start and end, and the choice of a request's fault.
 
-Invariant: everything of a server runs in the event loop that started it, so a handler sees no
+Invariant: all code of a server runs in the event loop that started it, so a handler sees no
 half-made change.
 """
 
@@ -37,16 +37,18 @@ from jaxrl_llm.core.errors import UserError
 
 _CORE_DEAD = 'EngineCore encountered an issue. See stack trace (above) for the root cause.'
 _GRACE_S = 0.2
-"""Between the death of the engine core and that of the server: time for the last answers."""
+"""Seconds between the death of the engine core and that of the server. They leave time for the last
+answers.
+"""
 
 _FAULT = web.RequestKey('fault', object)
-"""The fault that a request meets."""
+"""Key of the fault that a request meets."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FakeServer:
-  """One server."""
+  """One fake vLLM server."""
 
   def __init__(
     self,
@@ -64,22 +66,24 @@ class FakeServer:
   ):
     """
     Args:
-      max_model_len: tokens of the longest sequence, prompt included.
-      vocab_size: prompts with other tokens end the engine core, as on a server without a tokenizer.
-      eos_ids: stop every completion whose request does not ignore them.
-      faults: None = none; the same object can be reached, and changed, as `faults`.
-      api_key: wanted on paths that begin with /v1 or /inference, and on no others.
-      root: the model's directory, as /v1/models tells it.
-      sleeps: whether it is on a GPU, with --enable-sleep-mode; on CPUs, vLLM only says that it
-        sleeps, and keeps its memory.
-      verifies: whether its workers can verify files before an update; those of earlier releases
+      max_model_len: maximum number of tokens of a sequence, including the prompt.
+      vocab_size: size of the vocabulary. A prompt with a token outside it kills the engine core, as
+        on a server without a tokenizer.
+      eos_ids: tokens that end every completion, unless the request ignores them.
+      faults: faults of the server. If None, there are none at first. They can be changed through
+        the attribute `faults`.
+      api_key: key that is required on paths that begin with /v1 or /inference.
+      root: the model's directory, as /v1/models reports it.
+      sleeps: whether the server simulates a GPU with --enable-sleep-mode. On CPUs, vLLM only
+        reports that it sleeps, and keeps its memory.
+      verifies: whether the workers can verify files before an update. Those of earlier releases
         cannot.
     """
     self.faults = Faults() if faults is None else faults
     self.requests: collections.Counter[str] = collections.Counter()
-    """By path, whatever came of them."""
+    """Number of requests, keyed by path. Failed requests count too."""
     self.generate_bodies: collections.deque[dict[str, Any]] = collections.deque(maxlen=4096)
-    """The newest, oldest first, of those that were well-formed."""
+    """Newest well-formed bodies of generate requests, oldest first."""
     self.ended = asyncio.Event()
     """Set when the server has died or was closed."""
     self._core = Core(backend, self.faults, latency or Latency())
@@ -93,17 +97,17 @@ class FakeServer:
 
   @property
   def tokens(self) -> int:
-    """Drawn so far."""
+    """Number of tokens drawn so far."""
     return self._core.tokens
 
   @property
   def finished(self) -> Mapping[str, int]:
-    """How many completions have ended, by finish_reason."""
+    """Number of completions that have ended, keyed by finish_reason."""
     return self._core.finished
 
   @property
   def running(self) -> int:
-    """Completions that have not ended."""
+    """Number of completions that have not ended."""
     return self._core.running
 
   @property
@@ -116,12 +120,12 @@ class FakeServer:
 
   @property
   def label(self) -> str:
-    """What tokens are labelled with."""
+    """Label of new tokens."""
     return self._core.label
 
   async def start(self, *, uds: str | None = None, host: str = '127.0.0.1', port: int = 0) -> str:
-    """Serves at a Unix socket, or else at a port (0 = a free one); the address, `unix:/path` or
-    `http://host:port`.
+    """Serves at a Unix socket, or at a port if `uds` is None (0 means a free port). Returns the
+    address: `unix:/path` or `http://host:port`.
     """
     await self._core.backend.start(max_length=self._max_model_len)
     try:
@@ -150,7 +154,7 @@ class FakeServer:
     return f'http://{host}:{self._runner.addresses[0][1]}'
 
   async def close(self) -> None:
-    """Ends all of it; calls under way are broken off."""
+    """Ends the server and its backend. Calls in progress are broken off."""
     alive = not self.ended.is_set()
     await self.die()
     if self._runner is not None:
@@ -167,8 +171,8 @@ class FakeServer:
         os.unlink(self._uds)
 
   async def die(self) -> None:
-    """What clients see of a killed server: connections break off, new ones are refused; a Unix
-    socket's file stays.
+    """Simulates the death of the process: connections break off, and new ones are refused. The file
+    of a Unix socket stays.
     """
     self.ended.set()
     if self._runner is None:
@@ -180,7 +184,9 @@ class FakeServer:
         connection.transport.abort()
 
   async def kill_core(self) -> None:
-    """What clients see of a server whose engine core is gone: errors, and soon nothing."""
+    """Simulates the death of the engine core: errors at first, and soon afterwards the death of the
+    server.
+    """
     if self._core.dead:
       return
     self._core.kill()
@@ -241,7 +247,7 @@ class FakeServer:
       return web.Response(status=503)
     request[_FAULT] = fault
     response = await self._answer(request, handler)
-    if response.prepared:  # A stream, which has met its fault.
+    if response.prepared:  # Only a stream is prepared here. Its fault has already happened.
       return response
     if fault is Fault.CUT:
       return await send_half(request, response)
@@ -262,7 +268,8 @@ class FakeServer:
         raise CoreDead
       if request.path == GENERATE:
         return await handler(request)
-      # Only generation ends with its client's connection; a command that has begun is carried out.
+      # If its client's connection ends, only generation is cancelled. A command that has started is
+      # completed.
       return await asyncio.shield(self._keep(handler(request)))
     except web.HTTPException as error:
       return to_json({'detail': error.reason}, status=error.status)
@@ -425,7 +432,9 @@ class FakeServer:
     return response
 
   def _has_event(self, call: Call, sample: Sample, sent: int) -> bool:
-    """Whether a stream sends something of a sample now. The last token comes with `finish`."""
+    """Returns whether a stream has something to send of a sample. The last token is sent together
+    with `finish`.
+    """
     unsent = len(sample.tokens) - sent
     if sample.finish is not None:
       return not self._core.dead
@@ -433,7 +442,7 @@ class FakeServer:
 
 
 def _always(answer: Callable[[], Mapping[str, Any]]) -> Handler:
-  """A handler that does not look at the request."""
+  """Returns a handler that ignores the request's body."""
 
   async def handler(request: web.Request) -> web.Response:
     return to_json(answer())

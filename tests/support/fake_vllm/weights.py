@@ -1,5 +1,5 @@
-"""Weight updates as vLLM's worker does them: one session at a time, and nothing is written unless
-all of it fits.
+"""Weight updates as in vLLM's worker: one session at a time, and an update is only written if all
+of it fits.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jaxrl_llm.weights.deltas import apply
 
 
 class WorkerError(Exception):
-  """An exception inside the worker; it goes on."""
+  """Raised for an exception inside the worker. The worker continues."""
 
 
 class Worker:
-  """What takes the commands about weights."""
+  """Executes the commands about weights."""
 
   def __init__(self, core: Core, *, device: str = 'cpu', verifies: bool = True):
     self._core, self._device, self._verifies = core, device, verifies
     self._updating = False
     self._writing = asyncio.Lock()
     self.holds: str | None = None
-    """Label of the version that is loaded."""
+    """Label of the loaded version. None before the first update."""
     self._verification: asyncio.Task | None = None
     self._verified: dict[str, Any] = {}
     """Description of the update whose files were verified last."""
@@ -42,7 +42,8 @@ class Worker:
     self._updating = True
 
   async def update(self, info: Mapping[str, Any]) -> None:
-    """Reads and loads; WorkerError, and the end of the session, for what cannot be loaded."""
+    """Reads and loads an update. If it cannot be loaded, ends the session and raises WorkerError.
+    """
     async with self._writing:
       if not self._updating:
         raise WorkerError('start_weight_update must be called before update_weights.')
@@ -67,7 +68,7 @@ class Worker:
     self._updating = False
 
   async def call(self, method: str, *args: Any) -> dict[str, Any]:
-    """What the method of that name answers, as `rollout.vllm.worker` has them."""
+    """Returns the answer of the method `method` of `rollout.vllm.worker`."""
     held = self._core.backend.tensors
     if method == 'jaxrl_verify' and self._verifies:
       (self._verified,) = args
@@ -107,8 +108,9 @@ def _read(
   label: str | None,
   verified: dict[str, np.ndarray] | None,
 ) -> tuple[dict[str, np.ndarray], str | None]:
-  """The tensors of an update, and their label; ValueError, in the worker's words, for what
-  `rollout.vllm.worker` would refuse. Tensors that were `verified` are not read again.
+  """Returns the tensors of an update, and their label. Raises ValueError, with the worker's
+  message, for an update that `rollout.vllm.worker` would refuse. `verified`: tensors that were
+  verified and are not read again.
   """
   unknown = sorted(set(info) - {'directory', 'files', 'label', 'deltas'})
   if unknown:
