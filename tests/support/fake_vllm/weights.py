@@ -109,8 +109,8 @@ def _read(
   verified: dict[str, np.ndarray] | None,
 ) -> tuple[dict[str, np.ndarray], str | None]:
   """Returns the tensors of an update, and their label. Raises ValueError, with the worker's
-  message, for an update that `rollout.vllm.worker` would refuse. `verified`: tensors that were
-  verified and are not read again.
+  message, for an update that `rollout.vllm.worker` would refuse. `verified`: tensors of
+  files that were verified already. If None, the files are read here.
   """
   unknown = sorted(set(info) - {'directory', 'files', 'label', 'deltas'})
   if unknown:
