@@ -26,6 +26,7 @@ from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import OwnedServer, VllmConfig, server_commands
@@ -131,9 +132,7 @@ def measure_deltas(
   dtype: str, leaves: dict[str, np.ndarray], spec: ModelSpec, root: pathlib.Path, publish
 ) -> None:
   rng = np.random.default_rng(0)
-  folder = PublicationFolder(
-    root / 'deltas', spec, dtype=dtype, full_every=_ROUNDS.value + _WARM_UP
-  )
+  folder = DeltaFolder(root / 'deltas', spec, dtype=dtype, full_every=_ROUNDS.value + _WARM_UP)
   seconds, nbytes = {'publish': [], 'paused': [], 'loaded': []}, []
   for step in range(_ROUNDS.value):
     for leaf in leaves.values():

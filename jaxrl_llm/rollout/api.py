@@ -225,7 +225,12 @@ class SharedWrite:
   """Number of processes."""
   reports: Callable[[], Awaitable[list[Json]]]
   """Returns what `ShareWriter.write` has returned in each process, in the order of their numbers.
-  The value of process 0 is None. Every process must call it, after it has written its share.
+  The value of process 0 is None. After `decide`, it returns the results of
+  `ShareWriter.write_decided`.
+  """
+  decide: Callable[[Json], Awaitable[None]]
+  """Sends a decision to the other processes, if `ShareWriter.awaits_decision`. `reports` must be
+  called before and after it.
   """
 
 
@@ -356,6 +361,16 @@ class ShareWriter(Protocol):
     `leaves` even if the share cannot be written, because producing them may need a collective
     operation of all processes.
     """
+    ...
+
+  def awaits_decision(self, order: Json) -> bool:
+    """Returns whether the engine decides how the shares are written, after all processes have
+    reported on theirs.
+    """
+    ...
+
+  def write_decided(self, decision: Json) -> Json:
+    """Writes the share as the engine has decided, and returns a report for the engine."""
     ...
 
 

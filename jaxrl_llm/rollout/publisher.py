@@ -477,7 +477,13 @@ class Publisher:
     async def reports() -> list[Json]:
       return await coordinator.gather(None)
 
-    return SharedWrite(order=order, count=len(seen), reports=reports)
+    async def decide(decision: Json) -> None:
+      async def decided() -> Json:
+        return decision
+
+      await coordinator.broadcast(decided())
+
+    return SharedWrite(order=order, count=len(seen), reports=reports, decide=decide)
 
   async def _write_share(
     self, shares: SharedWrite, leaves: Iterable[tuple[str, np.ndarray]]
@@ -486,3 +492,7 @@ class Publisher:
     write = self._writer.write
     report = await self._device.run(write, shares.order, number, shares.count, leaves)
     await self._coordinator.gather(report)
+    if self._writer.awaits_decision(shares.order):
+      decision = await self._coordinator.broadcast(None)
+      report = await asyncio.to_thread(self._writer.write_decided, decision)
+      await self._coordinator.gather(report)

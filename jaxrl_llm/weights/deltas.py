@@ -93,11 +93,13 @@ class Image:
   it takes the bytes of the next version and collects the elements that changed.
   """
 
-  def __init__(self, layout: FileLayout, itemsize: int):
+  def __init__(self, layout: FileLayout, itemsize: int, *, limit: int | None = None):
     """
     Args:
       itemsize: size of an element in bytes.
+      limit: size in bytes that a delta must be below to be collected; None for that of the tensors.
     """
+    self._limit = layout.nbytes if limit is None else limit
     self.bytes = np.zeros(layout.size, np.uint8)
     self.bytes[: len(layout.header)] = np.frombuffer(layout.header, np.uint8)
     self._layout, self._dtype = layout, np.dtype(f'i{itemsize}')
@@ -149,10 +151,10 @@ class Image:
 
   @property
   def is_smaller(self) -> bool:
-    """Whether the collected delta has fewer bytes than the tensors. Once it has as many, `put`
-    collects no further changes, so the delta may then be incomplete.
+    """Whether the collected delta is below the limit. Once it is not, `put` collects no further
+    changes, so the delta may then be incomplete.
     """
-    return self.nbytes < self._layout.nbytes
+    return self.nbytes < self._limit
 
   def arrays(self) -> Iterator[tuple[str, Integer[np.ndarray, 'n']]]:
     """Yields (name in the file of the delta, array) for each array of the delta. Unchanged tensors

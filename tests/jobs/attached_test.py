@@ -34,10 +34,12 @@ def check(run):
   assert not serving.published(run).exists()
 
 
-def test_two_processes_publish_together(tmp_path):
+@pytest.mark.parametrize('full_every', [1, pytest.param(3, marks=pytest.mark.acceptance)])
+def test_two_processes_publish_together(tmp_path, full_every):
   """The parameters are sharded over both; only process 0 has the servers."""
   with fakes(tmp_path) as flags:
-    job.train(tmp_path / 'run', *flags, '--config.learner.mesh.fsdp=2', processes=2)
+    flags += ('--config.learner.mesh.fsdp=2', f'--config.rollout.vllm.full_every={full_every}')
+    job.train(tmp_path / 'run', *flags, processes=2)
   check(tmp_path / 'run')
   events = [json.loads(line) for line in (tmp_path / 'run' / 'events.jsonl').open()]
   assert {event['writers'] for event in events if event.get('how') == 'loaded'} == {2}

@@ -10,10 +10,13 @@ from typing import NamedTuple
 import job
 import ml_dtypes
 import pytest
-from parameters import random_params
 from safetensors.numpy import load_file
-from together import DEVICES, SPEC
+from together import DEVICES, SPEC, described, params_of
 
+from jaxrl_llm.core.trees import flatten
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
+from jaxrl_llm.rollout.vllm.publication import PublicationFolder
 from jaxrl_llm.weights.hf import load_params, read_spec, save_params
 from jaxrl_llm.weights.safetensors_files import plan_files
 from jaxrl_llm.weights.versions import digest_of_file
@@ -64,7 +67,7 @@ def done(tmp_path_factory):
 def alone(tmp_path_factory):
   """The tensors that one process exports."""
   directory = tmp_path_factory.mktemp('alone')
-  save_params(directory, random_params(SPEC, seed=1), SPEC, dtype='bfloat16')
+  save_params(directory, params_of(0), SPEC, dtype='bfloat16')
   return load_file(directory / 'model.safetensors')
 
 
@@ -76,6 +79,23 @@ def same_tensors(files, wanted):
 
 def weights_files(directory):
   return sorted(path.name for path in directory.iterdir() if 'safetensors' in path.name)
+
+
+@pytest.mark.parametrize('kind', ['whole', 'deltas'])
+def test_processes_publish_versions_together_whose_bits_are_those_of_one(done, tmp_path, kind):
+  folder = (
+    PublicationFolder(tmp_path / kind, SPEC, dtype='bfloat16')
+    if kind == 'whole'
+    else DeltaFolder(tmp_path / kind, SPEC, dtype='bfloat16', full_every=3)
+  )
+  for step, made in enumerate(done.lines[0][kind]['published']):
+    leaves = flatten(params_of(step)).items()
+    wanted = described(folder.write(Version(0, step), leaves))
+    assert made['files'] == ['weights-1.safetensors', 'weights.safetensors']
+    assert len(made['deltas']) == len(wanted['deltas']) == (step % 3 if kind == 'deltas' else 0)
+    for name in ('label', 'digests', 'sent_bytes', 'changed_fraction'):
+      assert made[name] == wanted[name], (name, step)
+  assert step == 3
 
 
 def test_each_process_exports_a_share_and_the_tensors_are_those_of_one(done, alone):

@@ -27,7 +27,8 @@ from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.vllm.answer import read_stream
 from jaxrl_llm.rollout.vllm.client import VllmClient
-from jaxrl_llm.rollout.vllm.publication import DELTA, FILE, digest
+from jaxrl_llm.rollout.vllm.publication import FILE, digest
+from jaxrl_llm.rollout.vllm.shares import delta_file
 from jaxrl_llm.rollout.vllm.stream import Arrivals
 
 pytestmark = pytest.mark.full
@@ -264,7 +265,7 @@ def test_servers_whose_hosts_fetch_have_the_bits_of_the_trainer(pair, params, tm
 
 
 def truncated(publication):
-  path = publication.deltas[-1].directory / DELTA
+  path = publication.deltas[-1].directory / delta_file(0)
   path.write_bytes(path.read_bytes()[:-5])
   return publication
 

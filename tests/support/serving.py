@@ -30,6 +30,7 @@ from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.rollout.api import Request, Weights
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.fleet import Fleet
 from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder, digest
 from jaxrl_llm.rollout.vllm.replica import Replica
@@ -136,7 +137,9 @@ async def fleet_of(
     released: argument of a release before the start. If None, the fleet is not released.
   """
   settings = VllmConfig(environment=ENVIRONMENT, **config)
-  kind = functools.partial(PublicationFolder, full_every=settings.full_every)
+  kind = PublicationFolder
+  if settings.full_every > 1:
+    kind = functools.partial(DeltaFolder, full_every=settings.full_every)
   if lora is not None:
     kind = functools.partial(AdapterFolder, lora=lora)
   source = settings.source if settings.transfer == 'pull' else None

@@ -1,9 +1,10 @@
-"""Program of one of several processes, which export a model together.
+"""Program of one of several processes, which publish and export a model together.
 
   together.py FOLDER PROCESSES PROCESS PORT
 
-Each directory of `FOLDER` is an export; `killed` is the last, which process 1 does not survive.
-Prints one line of JSON for each: what the export returned, or its error.
+`FOLDER` has the publications in `whole` and `deltas`, and a directory for each export; `killed` is
+the last, which process 1 does not survive. Prints one line of JSON for each: the publications as
+process 0 describes them, what the export returned, or its error.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from parameters import random_params
 from jaxrl_llm.app.composition.exporting import ModelExport, export_together
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.types import Version
 from jaxrl_llm.learner.state import place_params
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.models.api import build_model, stack_layers
@@ -27,7 +29,11 @@ from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
-from jaxrl_llm.rollout.publisher import Gatherer
+from jaxrl_llm.rollout.publisher import Gatherer, Publisher
+from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
+from jaxrl_llm.rollout.vllm.publication import PublicationFolder
+from jaxrl_llm.rollout.vllm.share_writer import VllmShareWriter
+from jaxrl_llm.rollout.vllm.version_writer import VersionWriter
 from jaxrl_llm.weights.hf import describe
 
 SPEC = tiny('qwen2', 52, num_hidden_layers=3, tie_word_embeddings=False)
@@ -37,6 +43,52 @@ DEVICES = 2
 
 BLOCKED = {'failing': 2, 'failing first': 1}
 """Numbers of the files that cannot be written, keyed by the export's name."""
+
+
+def params_of(step):
+  """Parameters of a version, of which two arrays differ from those of another step."""
+  params = random_params(SPEC, seed=1)
+  params['norm']['scale'][3:9] += step
+  params['layers']['1']['mlp']['up']['kernel'][5] *= 1 + step
+  return params
+
+
+class Folder:
+  """Engine that keeps what is published in a folder."""
+
+  name, version = 'folder', None
+
+  def __init__(self, folder, device):
+    self._writer, self.published = VersionWriter(folder, device.run), []
+
+  async def begin_load(self):
+    return await self._writer.begin(())
+
+  async def load(self, weights):
+    self.published.append(await self._writer.write(weights, ()))
+
+  async def relabel(self, version): ...
+
+  async def start(self): ...
+
+  async def close(self): ...
+
+  def generate(self, request): ...
+
+  def take_metrics(self):
+    return {}
+
+
+def described(publication):
+  """What a test compares with another publication."""
+  return {
+    'label': publication.label,
+    'digests': publication.digests,
+    'files': sorted(publication.files),
+    'deltas': [sorted(delta.files) for delta in publication.deltas],
+    'sent_bytes': publication.sent_bytes,
+    'changed_fraction': publication.changed_fraction,
+  }
 
 
 class Deadly(Gatherer):
@@ -55,7 +107,23 @@ async def main(folder, number):
   coordinator = Coordinator(device, on_signal=lambda signum: None)
   process = Process(coordinator=coordinator, device=device, mesh=mesh)
   model = build_model(SPEC, ModelOptions(scan_layers=True), mesh)
-  params = place_params(model, mesh, stack_layers(random_params(SPEC, seed=1)))
+  params = place_params(model, mesh, stack_layers(params_of(0)))
+
+  async def publish(name, folder):
+    engine = None if number else Folder(folder(), device)
+    publisher = Publisher(
+      engine,
+      Gatherer(mesh, dtype='bfloat16'),
+      device,
+      coordinator=coordinator,
+      writer=VllmShareWriter(SPEC),
+    )
+    for step in range(4):
+      version = Version(0, step)
+      sent = place_params(model, mesh, stack_layers(params_of(step)))
+      await publisher.publish(sent, version, moved=version)
+    published = [described(publication) for publication in engine.published] if engine else None
+    print(json.dumps({'name': name, 'published': published}), flush=True)
 
   async def export(name, gatherer=None, directory=None):
     directory = directory or folder / name
@@ -81,6 +149,9 @@ async def main(folder, number):
       line = {'error': str(error)}
     print(json.dumps({'name': name, **line}), flush=True)
 
+  layout = {'spec': SPEC, 'dtype': 'bfloat16'}
+  await publish('whole', lambda: PublicationFolder(folder / 'whole', **layout))
+  await publish('deltas', lambda: DeltaFolder(folder / 'deltas', full_every=3, **layout))
   await export('seen')
   await export('unseen', directory=folder / ('elsewhere' if number else 'unseen'))
   await export('failing')

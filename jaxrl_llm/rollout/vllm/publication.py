@@ -9,20 +9,18 @@ files against them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import xxhash
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from jaxrl_llm.core.disk import TOKEN, mark, sync
 from jaxrl_llm.core.errors import UserError
@@ -37,20 +35,24 @@ from jaxrl_llm.rollout.vllm.shares import (
   Proof,
   RemoteFile,
   ShareOrder,
+  ShareReport,
+  delta_file,
+  digest,
   share_file,
   weights_file,
   write_share,
   write_tensors,
 )
 from jaxrl_llm.weights.checksums import Slice
-from jaxrl_llm.weights.deltas import Image, apply
+from jaxrl_llm.weights.deltas import apply
 from jaxrl_llm.weights.layout import dtype_of
 from jaxrl_llm.weights.peft import WEIGHTS, export_adapter, to_peft
 from jaxrl_llm.weights.safetensors_files import writing
 from jaxrl_llm.weights.tables import entries
-from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter, write_at
+from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter
 
-DELTA = 'delta.safetensors'
+UNFINISHED, UNFINISHED_DELTA = 'unfinished', 'unfinished-delta'
+"""Names of the directories of files that are still being written."""
 MANIFEST = 'manifest.json'
 _ANOTHER = 'has the model changed since the start?'
 
@@ -77,7 +79,7 @@ class Delta:
   @property
   def label(self) -> str:
     """Label of the version after the changes."""
-    return _label(self.version, self.digests)
+    return label_of(self.version, self.digests)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class Publication:
     """Label that identifies the version and the bytes of its tensors. Servers attach the label to
     the tokens that they sample under the version.
     """
-    return _label(self.version, self.digests)
+    return label_of(self.version, self.digests)
 
   @property
   def digests(self) -> dict[str, str]:
@@ -169,7 +171,8 @@ class Publication:
     return self
 
 
-def _label(version: Version, digests: Mapping[str, str]) -> str:
+def label_of(version: Version, digests: Mapping[str, str]) -> str:
+  """Returns the label of a version; see `Publication.label`."""
   text = json.dumps(dict(digests), sort_keys=True).encode()
   return f'{version}-{xxhash.xxh3_64_hexdigest(text)}'
 
@@ -189,7 +192,6 @@ class PublicationFolder:
     *,
     dtype: str,
     private: bool = True,
-    full_every: int = 1,
     source: FrontConfig | None = None,
   ):
     """
@@ -200,18 +202,12 @@ class PublicationFolder:
       dtype: data type of the tensors by its Hugging Face name. It must be the servers' data type,
         so that the digests of the loaded weights match.
       private: whether only this user can read the folder.
-      full_every: interval in versions at which whole weights are published. Each version in between
-        is published as a delta if the delta is smaller than the whole weights. If the interval is
-        above 1, a copy of the newest version stays in the memory of this process.
       source: address and token with which processes of the trainer serve the weights to hosts that
         fetch them; None if servers read the files. If hosts fetch them, digests are also computed
         of the parts of large tensors that they fetch separately (`pull.bundle.atom_slices`).
     """
     self.root, self._dtype = Path(root), dtype
-    self._spec, self._full_every = spec, full_every
-    self._image: Image | None = None
-    self._newest: Publication | None = None
-    """The version in `_image`; None if the image contains no complete version."""
+    self._spec = spec
     self._lock = threading.Lock()
     """Lock that is held while files are written or removed, because several threads call methods of
     this class.
@@ -258,18 +254,17 @@ class PublicationFolder:
       UserError: the arrays do not match the model.
       RunError: the file cannot be written.
     """
-    with writing(self.root), self._lock, self._writer(slices, checksums) as writer:
-      if self._full_every > 1:
-        return self._write_next(version, leaves, writer)
-      with self._weights_file() as file:
+    unfinished, wanted = self.root / UNFINISHED, self._wanted(slices)
+    with (
+      writing(self.root),
+      self._lock,
+      TensorWriter(self._dtype, wanted, checksums=checksums) as writer,
+    ):
+      unfinished.mkdir(exist_ok=True)
+      with weights_file(unfinished / FILE) as file:
         writer.open(file, self._layout)
         proof = write_tensors(writer, leaves, self._spec)
-      return self._publish(version, proof)
-
-  def _writer(
-    self, slices: Mapping[str, Collection[Slice]] | None, checksums: bool
-  ) -> TensorWriter:
-    return TensorWriter(self._dtype, self._wanted(slices), checksums=checksums)
+      return self._publish(version, [ShareReport(proof)])
 
   def _wanted(self, slices: Mapping[str, Collection[Slice]] | None) -> dict[str, Collection[Slice]]:
     """Returns all slices whose digests are computed: those of servers, and the atoms."""
@@ -278,29 +273,23 @@ class PublicationFolder:
       for name in self._layout.offsets
     }
 
-  def _weights_file(self) -> contextlib.AbstractContextManager[BinaryIO]:
-    """Opens the weights file of the next version; see `weights_file`."""
-    unfinished = self.root / 'unfinished'
-    unfinished.mkdir(exist_ok=True)
-    return weights_file(unfinished / FILE)
-
   def begin_shares(
     self, *, slices: Mapping[str, Collection[Slice]] | None = None, checksums: bool = False
   ) -> ShareOrder | None:
     """Prepares a directory into which all processes of the trainer write a version; see `write` for
-    the arguments. Returns the order for them, or None if process 0 must write alone, because deltas
-    or adapters are published.
+    the arguments. Returns the order for them, or None if process 0 must write alone, because
+    adapters are published.
     """
-    if self._full_every > 1:
-      return None
-    unfinished = self.root / 'unfinished'
     with writing(self.root), self._lock:
-      unfinished.mkdir(exist_ok=True)
-      token = mark(unfinished)
+      return self._order(slices, checksums)
+
+  def _order(self, slices: Mapping[str, Collection[Slice]] | None, checksums: bool) -> ShareOrder:
+    unfinished = self.root / UNFINISHED
+    unfinished.mkdir(exist_ok=True)
     self._tokens = {path: known for path, known in self._tokens.items() if path.exists()}
     return ShareOrder(
       directory=str(unfinished.absolute()),
-      token=token,
+      token=mark(unfinished),
       dtype=self._dtype,
       slices=self._wanted(slices),
       checksums=checksums,
@@ -310,52 +299,45 @@ class PublicationFolder:
 
   def write_share(
     self, order: ShareOrder, count: int, leaves: Iterable[tuple[str, np.ndarray]]
-  ) -> Proof:
-    """Writes the share of process 0 of `count` processes, and returns its digests.
+  ) -> ShareReport:
+    """Writes the share of process 0 of `count` processes.
 
     Raises:
       UserError, RunError: see `write`.
     """
     with self._lock:
-      return write_share(self._spec, order, 0, count, leaves)
+      return ShareReport(write_share(self._spec, order, 0, count, leaves))
 
-  def complete(
-    self, version: Version, shares: Sequence[Proof], remote: Mapping[str, RemoteFile]
-  ) -> Publication:
+  def complete(self, version: Version, reports: Sequence[ShareReport]) -> Publication:
     """Publishes a version whose shares were written.
 
     Args:
-      shares: proofs of the shares of all processes, in the order of their numbers.
-      remote: see `Publication.remote`.
+      reports: reports of all processes, in the order of their numbers.
     """
     with writing(self.root), self._lock:
-      token = self.root / 'unfinished' / TOKEN
+      token = self.root / UNFINISHED / TOKEN
       written = token.read_text()
       token.unlink()
-      files = {share_file(i): share.digests for i, share in enumerate(shares)}
-      publication = self._publish(version, Proof.of(shares), files=files)
+      publication = self._publish(version, reports)
       self._tokens[publication.directory] = written
-      return dataclasses.replace(publication, remote=remote)
+      return publication
 
-  def _publish(
-    self,
-    version: Version,
-    proof: Proof,
-    changed_fraction: float | None = None,
-    files: Mapping[str, Mapping[str, str]] | None = None,
-  ) -> Publication:
-    """Makes finished weights files visible under their final names, and returns their publication.
-    If `files` is None, one file has all tensors.
+  def _publish(self, version: Version, reports: Sequence[ShareReport]) -> Publication:
+    """Makes finished weights files visible, and returns their publication.
+
+    Args:
+      reports: reports of all processes, in the order of their numbers.
     """
+    proof = Proof.of(report.proof for report in reports)
+    remote = {share_file(number): report.remote for number, report in enumerate(reports)}
     publication = Publication(
       version=version,
       directory=self.root / str(version),
-      files=files or {FILE: proof.digests},
+      files={share_file(number): report.proof.digests for number, report in enumerate(reports)},
       nbytes=self._layout.nbytes,
       slices=proof.slices,
       file_checksums=proof.checksums,
-      files_label=_label(version, proof.digests) if self._full_every > 1 else None,
-      changed_fraction=changed_fraction,
+      remote={name: file for name, file in remote.items() if file is not None},
     )
     manifest = {
       'version': str(version),
@@ -364,7 +346,7 @@ class PublicationFolder:
       'checksums': {name: values[None] for name, values in proof.checksums.items()},
       'slices': proof.of_slices,
     }
-    self._reveal(self.root / 'unfinished', publication.directory, manifest)
+    self._reveal(self.root / UNFINISHED, publication.directory, manifest)
     return publication
 
   def _reveal(self, unfinished: Path, directory: Path, manifest: Mapping[str, Any]) -> None:
@@ -374,96 +356,15 @@ class PublicationFolder:
     unfinished.rename(directory)
     sync(self.root)
 
-  def _write_next(
-    self, version: Version, leaves: Iterable[tuple[str, np.ndarray]], writer: TensorWriter
-  ) -> Publication:
-    """Publishes a version as a delta or in full. It is published in full if there is no previous
-    version, if the last `full_every` - 1 versions were deltas, if these deltas together have at
-    least as many bytes as whole weights, or if the new delta would not be smaller than whole
-    weights. A server that needs the files and all deltas therefore reads at most about three times
-    the size of the whole weights.
-    """
-    if self._image is None:
-      self._image = Image(self._layout, dtype_of(self._dtype).itemsize)
-    # If an error ends this method, the image contains no complete version, and the next version is
-    # written in full.
-    before, self._newest = self._newest, None
-    is_due = before is None or (
-      len(before.deltas) + 1 >= self._full_every
-      or sum(delta.nbytes for delta in before.deltas) >= before.nbytes
-    )
-    self._image.begin(compare=before is not None, collect=not is_due)
-    writer.pass_to(self._image, self._layout)
-    proof = write_tensors(writer, leaves, self._spec)
-    fraction = None
-    if before is not None:
-      fraction = self._image.changed / (self._layout.nbytes // dtype_of(self._dtype).itemsize)
-    if is_due or not self._image.is_smaller:
-      self._newest = self._write_image(version, proof, fraction)
-    else:
-      delta = self._write_delta(version, before, proof)
-      self._newest = Publication(
-        version=version,
-        directory=before.directory,
-        files=before.files,
-        nbytes=before.nbytes,
-        slices=before.slices,
-        file_checksums=before.file_checksums,
-        deltas=(*before.deltas, delta),
-        files_label=before.files_label,
-        changed_fraction=fraction,
-      )
-    self._image.release()
-    return self._newest
-
-  def _write_image(
-    self,
-    version: Version,
-    proof: Proof,
-    changed_fraction: float | None = None,
-  ) -> Publication:
-    with self._weights_file() as file:
-      write_at(file.fileno(), memoryview(self._image.bytes), 0)
-      file.truncate(self._layout.size)
-    return self._publish(version, proof, changed_fraction)
-
-  def _write_delta(self, version: Version, before: Publication, proof: Proof) -> Delta:
-    directory, unfinished = self.root / f'delta-{version}', self.root / 'unfinished-delta'
-    unfinished.mkdir(exist_ok=True)
-    arrays = dict(self._image.arrays())
-    save_file(arrays, unfinished / DELTA)
-    sync(unfinished / DELTA)
-    delta = Delta(
-      version=version,
-      before=before.label,
-      directory=directory,
-      files={DELTA: {name: digest(array) for name, array in arrays.items()}},
-      nbytes=self._image.nbytes,
-      digests=proof.digests,
-      slices=proof.slices,
-      checksums=proof.checksums,
-    )
-    manifest = {'version': str(version), 'before': delta.before, 'files': delta.files}
-    self._reveal(unfinished, directory, {**manifest, 'digests': proof.digests})
-    return delta
-
   def write_whole(self, publication: Publication) -> Publication:
     """Returns a publication of the same version without deltas, for a server that could not use
-    them. The whole weights are written if they have not been written yet.
+    them.
 
     Raises:
-      ValueError: the version is no longer the newest.
-      RunError: the file cannot be written.
+      ValueError: the version is no longer the newest, or its files are damaged.
+      RunError: the files cannot be written.
     """
-    with writing(self.root), self._lock:
-      newest = self._newest
-      if newest is None or newest.label != publication.label:
-        raise ValueError(f'version {publication.version} is no longer the newest')
-      if newest.deltas:
-        proof = Proof(newest.digests, newest.slice_digests, newest.checksums)
-        self._newest = None
-        self._newest = self._write_image(newest.version, proof, newest.changed_fraction)
-      return self._newest
+    return publication
 
   def keep_only(self, *publications: Publication) -> None:
     """Releases all publications except the given ones and their base weights. One released file is
@@ -471,15 +372,15 @@ class PublicationFolder:
     """
     whole = [publication.base for publication in publications if publication.base is not None]
     directories = (publication.directories for publication in (*publications, *whole))
-    kept = {self.root / 'unfinished'}.union(*directories)
+    kept = {self.root / UNFINISHED, self.root / UNFINISHED_DELTA}.union(*directories)
     with writing(self.root), self._lock:
       for directory in sorted(self.root.iterdir()):
         if directory in kept:
           continue
-        if (self.root / 'unfinished').exists() or not (directory / FILE).exists():
+        if (self.root / UNFINISHED).exists() or not (directory / FILE).exists():
           self._remove(directory)
         else:
-          directory.rename(self.root / 'unfinished')
+          directory.rename(self.root / UNFINISHED)
 
   def _remove(self, directory: Path) -> None:
     # The directory is renamed first. If the process is killed during the removal, every directory
@@ -561,30 +462,33 @@ class AdapterFolder(PublicationFolder):
     )
 
 
-def read_published(publication: Publication) -> dict[str, Shaped[np.ndarray, '...']]:
-  """Reads all tensors of a version, keyed by Hugging Face name, and verifies their digests.
+def read_published(
+  publication: Publication, share: int | None = None
+) -> dict[str, Shaped[np.ndarray, '...']]:
+  """Reads the tensors of a version, keyed by Hugging Face name, and verifies their digests.
+
+  Args:
+    share: number of the process whose share is read; None for all.
 
   Raises:
     ValueError: a file is missing, or its content differs from the announced digests; see
       `read_checked` and `deltas.apply`.
   """
-  tensors = read_checked(publication.files, publication.directory)
+
+  def of_share(files: Mapping[str, Mapping[str, str]], name: str) -> Mapping[str, Any]:
+    return files if share is None else {name: files[name]} if name in files else {}
+
+  tensors = read_checked(of_share(publication.files, share_file(share or 0)), publication.directory)
   if not publication.deltas:
     return tensors
   tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
   for delta in publication.deltas:
-    apply(tensors, read_checked(delta.files, delta.directory))
-  for name, announced in publication.digests.items():
-    if (as_read := digest(tensors[name])) != announced:
+    files = of_share(delta.files, delta_file(share or 0))
+    apply(tensors, read_checked(files, delta.directory))
+  for name, tensor in tensors.items():
+    if (as_read := digest(tensor)) != (announced := publication.digests[name]):
       raise ValueError(f'{name} has digest {as_read} as read, announced was {announced}')
   return tensors
-
-
-def digest(array: Shaped[np.ndarray, '...']) -> str:
-  """Returns the xxh3-128 digest of an array's bytes in C order."""
-  return xxhash.xxh3_128_hexdigest(
-    memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-  )
 
 
 def part(array: Shaped[np.ndarray, '...'], cut: Slice | None) -> Shaped[np.ndarray, '...']:

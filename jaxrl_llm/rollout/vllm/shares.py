@@ -10,26 +10,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from absl import logging
+import xxhash
+from jaxtyping import Shaped
 
-from jaxrl_llm.core.disk import is_seen, scratch
-from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.core.net.connections import is_loopback
 from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, BundleFile, describe_file
-from jaxrl_llm.rollout.vllm.pull.server import WeightServer
+from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, BundleFile
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.layout import hf_parts
 from jaxrl_llm.weights.safetensors_files import writing
-from jaxrl_llm.weights.shares import parameters_of, share_of
+from jaxrl_llm.weights.shares import share_of
 from jaxrl_llm.weights.tables import entries
 from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter
 
@@ -72,6 +68,10 @@ class Proof(NamedTuple):
           checksums[name][Slice(*cut)] = checksum
     return cls(value['digests'], slices, checksums)
 
+  def only(self, names: Collection[str]) -> Proof:
+    """Returns the values of the tensors with the given names."""
+    return Proof(*({name: part[name] for name in names if name in part} for part in self))
+
   @classmethod
   def of(cls, parts: Iterable[Proof]) -> Proof:
     """Returns the proof of several files together."""
@@ -85,14 +85,26 @@ class Proof(NamedTuple):
     return joined
 
 
+def digest(array: Shaped[np.ndarray, '...']) -> str:
+  """Returns the xxh3-128 digest of an array's bytes in C order."""
+  return xxhash.xxh3_128_hexdigest(
+    memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+  )
+
+
 def share_file(number: int) -> str:
   """Returns the name of the file that process `number` writes."""
   return FILE if number == 0 else f'weights-{number}.safetensors'
 
 
+def delta_file(number: int) -> str:
+  """Returns the name of the file with the changes of the share of process `number`."""
+  return 'delta.safetensors' if number == 0 else f'delta-{number}.safetensors'
+
+
 def share_layout(spec: ModelSpec, number: int, count: int, dtype: str) -> FileLayout:
   """Returns the layout of the file that process `number` of `count` writes."""
-  names = share_of(spec, number, count)
+  names = share_of(spec, number, count)  # All if there is one process.
   return FileLayout({entry.hf: entry.shape for entry in entries(spec) if entry.hf in names}, dtype)
 
 
@@ -139,6 +151,38 @@ class RemoteFile(NamedTuple):
     return cls(value['address'], Bundle.from_json(value['file']).files[0])
 
 
+class ImageOrder(NamedTuple):
+  """Order to take a version into the images of the processes (`ShareImage`)."""
+
+  before: str | None
+  """Token of the version that the images contain, with which the next one is compared; None if the
+  next one must be written whole, without a comparison.
+  """
+  collect: bool
+  """Whether to collect the changes for a delta."""
+
+
+class ShareReport(NamedTuple):
+  """Report of a process on its share of a version."""
+
+  proof: Proof
+  remote: RemoteFile | None = None
+  """The file, if the process serves it itself."""
+  changed: int | None = None
+  """Number of elements that differ from the version before; None if they were not compared."""
+  delta_bytes: int | None = None
+  """Size in bytes of the collected changes; None if they were not collected, or are too large."""
+
+  def to_json(self) -> Json:
+    remote = None if self.remote is None else self.remote.to_json()
+    return {**self._asdict(), 'proof': self.proof.to_json(), 'remote': remote}
+
+  @classmethod
+  def from_json(cls, value: Any) -> ShareReport:
+    remote = None if value['remote'] is None else RemoteFile.from_json(value['remote'])
+    return cls(**{**value, 'proof': Proof.from_json(value['proof']), 'remote': remote})
+
+
 class ShareOrder(NamedTuple):
   """Order of process 0 to the other processes to write their shares of a version."""
 
@@ -159,126 +203,24 @@ class ShareOrder(NamedTuple):
   """
   keep: tuple[str, ...] = ()
   """Tokens of the versions that are still published."""
+  image: ImageOrder | None = None
+  """If not None, each process takes its share into its image, and writes it when process 0 has
+  decided how.
+  """
 
   def to_json(self) -> Json:
     slices = {name: sorted(map(list, cuts)) for name, cuts in self.slices.items()}
     source = None if self.source is None else dataclasses.asdict(self.source)
-    return {**self._asdict(), 'slices': slices, 'source': source, 'keep': list(self.keep)}
+    changed = {'slices': slices, 'source': source, 'keep': list(self.keep)}
+    return {**self._asdict(), **changed, 'image': self.image and self.image._asdict()}
 
   @classmethod
   def from_json(cls, value: Any) -> ShareOrder:
     slices = {name: [Slice(*cut) for cut in cuts] for name, cuts in value['slices'].items()}
     source = None if value['source'] is None else FrontConfig(**value['source'])
-    changed = {'slices': slices, 'source': source, 'keep': tuple(value['keep'])}
+    image = None if value['image'] is None else ImageOrder(**value['image'])
+    changed = {'slices': slices, 'source': source, 'keep': tuple(value['keep']), 'image': image}
     return cls(**{**value, **changed})
-
-
-_MEMORY = '/dev/shm'
-"""Directory in memory, in which processes that do not see process 0's directory write."""
-_VERSIONS = 3
-"""Maximum number of shares in memory: the newest version, the one before, and the next."""
-_ANYWHERE = '0.0.0.0'
-"""Address of all interfaces of a host."""
-
-
-class VllmShareWriter:
-  """Writes the share of one process of the trainer."""
-
-  def __init__(self, spec: ModelSpec):
-    """
-    Args:
-      spec: spec of the language model.
-    """
-    self._spec = spec
-    self._server: WeightServer | None = None
-    """Server of this process's shares; None if process 0's directory is seen."""
-    self._opened = contextlib.ExitStack()
-    """Holds `_folder`, which is removed when the process exits."""
-    self._folder: Path | None = None
-    """Folder of this process's shares in memory; None before the first."""
-
-  def can_write(self, order: Json, number: int, count: int) -> bool:
-    """Returns whether this process, `number` of `count`, sees the directory into which process 0
-    publishes, or can keep and serve its shares.
-    """
-    asked = ShareOrder.from_json(order)
-    if is_seen(Path(asked.directory), asked.token):
-      return True
-    if asked.source is None:
-      return False
-    try:
-      self._prepare(asked.source, share_layout(self._spec, number, count, asked.dtype), number)
-    except (UserError, OSError) as error:
-      logging.warning('process 0 writes all weights, since process %d cannot: %s', number, error)
-      return False
-    return True
-
-  def _prepare(self, source: FrontConfig, layout: FileLayout, number: int) -> None:
-    """Creates the folder of this process's shares, and starts their server.
-
-    Raises:
-      UserError: the server cannot listen.
-      OSError: the folder cannot be created, or has too little space.
-    """
-    if self._folder is None:
-      free, needed = shutil.disk_usage(_MEMORY).free, _VERSIONS * layout.size
-      if free < needed:
-        raise OSError(f'{_MEMORY} has {free:,} bytes free, {_VERSIONS} shares need {needed:,}')
-      self._folder = self._opened.enter_context(scratch('jaxrl-shares-', _MEMORY))
-    if self._server is None:
-      # The address of process 0 may not be one of this host.
-      host = source.host if is_loopback(source.host) else _ANYWHERE
-      port = source.port and source.port + number
-      self._server = WeightServer(dataclasses.replace(source, host=host, port=port))
-    self._server.open()
-
-  def names(self, number: int, count: int) -> Collection[str]:
-    """Returns the names in the unrolled tree of the parameters that process `number` writes."""
-    return parameters_of(self._spec, number, count)
-
-  def write(
-    self, order: Json, number: int, count: int, leaves: Iterable[tuple[str, np.ndarray]]
-  ) -> Json:
-    """Writes the share of process `number`. Returns the digests for process 0 or, if the share
-    cannot be written, the error.
-
-    Args:
-      leaves: parameters of the share. All are taken in any case, since the other processes need
-        this one to gather theirs.
-    """
-    asked, leaves = ShareOrder.from_json(order), iter(leaves)
-    try:
-      if is_seen(Path(asked.directory), asked.token):
-        return {'proof': write_share(self._spec, asked, number, count, leaves).to_json()}
-      return self._write_here(asked, number, count, leaves)
-    except (RunError, UserError) as error:
-      for _ in leaves:
-        pass
-      return {'error': str(error)}
-
-  def _write_here(
-    self, order: ShareOrder, number: int, count: int, leaves: Iterator[tuple[str, np.ndarray]]
-  ) -> Json:
-    """Writes a share into memory of this process's host, and serves it. Removes the shares of
-    versions that are no longer published.
-    """
-    served = dict(self._server.served)
-    for key, (directory, _) in list(served.items()):
-      if directory.name not in order.keep:
-        del served[key]
-        shutil.rmtree(directory, ignore_errors=True)
-    self._server.served = dict(served)
-    directory = self._folder / order.token
-    with writing(directory):
-      directory.mkdir()
-    proof = write_share(self._spec, order._replace(directory=str(directory)), number, count, leaves)
-    file = describe_file(directory / share_file(number), proof.digests, proof.slices)
-    bundle = Bundle((file,))
-    self._server.served = {**served, bundle.id: (directory, bundle)}
-    return {
-      'proof': proof.to_json(),
-      'remote': RemoteFile(self._server.address, file).to_json(),
-    }
 
 
 def write_share(

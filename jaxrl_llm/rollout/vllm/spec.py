@@ -17,13 +17,14 @@ from jaxrl_llm.core.net.registry import Kind, Watch
 from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.rollout.engine import EngineSetting, EngineSpec, Run
 from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.discovery import Discovery, fingerprint
 from jaxrl_llm.rollout.vllm.fleet import Fleet
 from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder
 from jaxrl_llm.rollout.vllm.pull.distributor import Distributor, PullTransfer
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import OwnedServer, ServerCommand, VllmConfig, server_commands
-from jaxrl_llm.rollout.vllm.shares import VllmShareWriter
+from jaxrl_llm.rollout.vllm.share_writer import VllmShareWriter
 from jaxrl_llm.rollout.vllm.transfer import Transfer, build_transfer
 from jaxrl_llm.weights.hf import write_config
 
@@ -105,8 +106,10 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   )
   if _adapter_rank(config, setting):
     folder = AdapterFolder(published, setting.spec, lora=setting.lora, **layout)
+  elif config.full_every > 1:
+    folder = DeltaFolder(published, setting.spec, **layout, full_every=config.full_every)
   else:
-    folder = PublicationFolder(published, setting.spec, **layout, full_every=config.full_every)
+    folder = PublicationFolder(published, setting.spec, **layout)
   return Fleet(
     replicas,
     config,

@@ -5,15 +5,16 @@ determine which digests are computed. Several processes of the trainer may write
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from jaxrl_llm.core.errors import RunError
-from jaxrl_llm.core.types import Json
+from jaxrl_llm.core.types import Json, Version
 from jaxrl_llm.rollout.api import Weights
+from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica
-from jaxrl_llm.rollout.vllm.shares import Proof, RemoteFile, ShareOrder, share_file
+from jaxrl_llm.rollout.vllm.shares import ShareOrder, ShareReport
 from jaxrl_llm.rollout.vllm.transfer import slice_of
 from jaxrl_llm.weights.checksums import Slice
 
@@ -47,19 +48,31 @@ class VersionWriter:
       write = self._folder.write
       return await self._run(write, weights.version, weights.leaves, **_proofs(replicas))
     order = ShareOrder.from_json(shares.order)
-    write = self._folder.write_share
-    proofs = [await self._run(write, order, shares.count, weights.leaves)]
-    remote = {}
-    for number, report in enumerate((await shares.reports())[1:], start=1):
-      if 'error' in report:
-        raise RunError(
-          f'version {weights.version} was not published: process {number} could not write its '
-          f'share: {report["error"]}'
-        )
-      proofs.append(Proof.from_json(report['proof']))
-      if 'remote' in report:
-        remote[share_file(number)] = RemoteFile.from_json(report['remote'])
-    return await asyncio.to_thread(self._folder.complete, weights.version, proofs, remote)
+    first = await self._run(self._folder.write_share, order, shares.count, weights.leaves)
+    others = _accepted(weights.version, await shares.reports())
+    reports = [first, *map(ShareReport.from_json, others)]
+    if not isinstance(self._folder, DeltaFolder):
+      return await asyncio.to_thread(self._folder.complete, weights.version, reports)
+    decision = await asyncio.to_thread(self._folder.decide, reports)
+    await shares.decide(decision.to_json())
+    digests = [await asyncio.to_thread(self._folder.write_decided, decision)]
+    digests += [each['digests'] for each in _accepted(weights.version, await shares.reports())]
+    complete = self._folder.complete_decided
+    return await asyncio.to_thread(complete, weights.version, reports, decision, digests)
+
+
+def _accepted(version: Version, reports: Sequence[Json]) -> Sequence[Any]:
+  """Returns the reports of all processes but process 0.
+
+  Raises RunError if one of them reports an error.
+  """
+  for number, report in enumerate(reports):
+    if report is not None and 'error' in report:
+      raise RunError(
+        f'version {version} was not published: process {number} could not write its share: '
+        f'{report["error"]}'
+      )
+  return reports[1:]
 
 
 def _proofs(replicas: Iterable[Replica]) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from jaxrl_llm.core.net.client import Lost, Refused
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Probe, Weights
 from jaxrl_llm.rollout.vllm import fleet as fleet_module
+from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.publication import (
-  DELTA,
   FILE,
   PublicationFolder,
   digest,
@@ -40,6 +40,7 @@ from jaxrl_llm.rollout.vllm.publication import (
 )
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.shares import delta_file
 from jaxrl_llm.weights.checksums import Slice, checksums
 from jaxrl_llm.weights.tables import entries
 
@@ -93,7 +94,7 @@ def bits(loaded):
 def test_each_version_is_described_and_read_as_if_it_were_whole(tmp_path, full_every):
   slices = {EMBEDDING: {Slice(0, 3, 20), Slice(1, 4, 5)}}
   plain = PublicationFolder(tmp_path / 'plain', SPEC, dtype='bfloat16')
-  folder = PublicationFolder(tmp_path / 'w', SPEC, dtype='bfloat16', full_every=full_every)
+  folder = DeltaFolder(tmp_path / 'w', SPEC, dtype='bfloat16', full_every=full_every)
   kept = []
   for step in range(9):
     wanted = plain.write(V[step], leaves_of(near(step)), slices=slices)
@@ -118,7 +119,7 @@ def test_each_version_is_described_and_read_as_if_it_were_whole(tmp_path, full_e
 
 
 def test_the_changed_fraction_is_counted_whatever_is_sent(tmp_path):
-  folder = PublicationFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9)
+  folder = DeltaFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9)
   first = folder.write(V[0], leaves_of(near(0)))
   sparse = folder.write(V[1], leaves_of(near(1)))
   dense = folder.write(V[2], leaves_of({name: -tensor for name, tensor in near(1).items()}))
@@ -132,7 +133,7 @@ def test_the_changed_fraction_is_counted_whatever_is_sent(tmp_path):
 
 
 def test_deltas_that_are_together_as_large_as_whole_weights_end_the_chain(tmp_path):
-  folder = PublicationFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=99)
+  folder = DeltaFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=99)
   random, loaded, lengths = np.random.default_rng(0), near(0), []
   for step in range(8):
     publication = folder.write(V[step], leaves_of(loaded))
@@ -146,7 +147,7 @@ def test_deltas_that_are_together_as_large_as_whole_weights_end_the_chain(tmp_pa
 
 
 def test_after_a_write_that_failed_the_next_version_is_whole(tmp_path):
-  folder = PublicationFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9)
+  folder = DeltaFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9)
   first = folder.write(V[0], leaves_of(near(0)))
   with pytest.raises(UserError, match='lack'):
     folder.write(V[1], leaves_of(near(1))[::2])
@@ -159,7 +160,7 @@ def test_after_a_write_that_failed_the_next_version_is_whole(tmp_path):
 
 
 def test_a_version_is_written_again_in_full_only_while_it_is_the_newest(tmp_path):
-  folder = PublicationFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9)
+  folder = DeltaFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9)
   _, before, newest = (folder.write(V[step], leaves_of(near(step))) for step in range(3))
   with pytest.raises(ValueError, match=r'version 0\.1 is no longer the newest'):
     folder.write_whole(before)
@@ -172,7 +173,7 @@ def test_a_version_is_written_again_in_full_only_while_it_is_the_newest(tmp_path
 
 
 def test_what_a_server_needs_follows_from_what_it_holds(tmp_path):
-  folder = PublicationFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9)
+  folder = DeltaFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9)
   made = [folder.write(V[step], leaves_of(near(step))) for step in range(4)]
   for held in range(3):
     needed = made[3].since(made[held].label)
@@ -263,7 +264,7 @@ def rewritten(path, change):
   arrays = load_file(path)
   change(arrays)
   save_file(arrays, path)
-  return {DELTA: {name: digest(array) for name, array in arrays.items()}}
+  return {delta_file(0): {name: digest(array) for name, array in arrays.items()}}
 
 
 def outside(arrays):
@@ -285,7 +286,7 @@ def other_values(arrays):
 def spoiled(publication, kind):
   """The publication with its last delta as somebody else left it."""
   delta = publication.deltas[-1]
-  path = delta.directory / DELTA
+  path = delta.directory / delta_file(0)
   if kind == 'another base':
     delta = dataclasses.replace(delta, before=f'{delta.before}0')
   elif kind == 'truncated':
@@ -404,7 +405,7 @@ class Halves:
 
 
 def test_a_server_whose_workers_disagree_about_a_delta_stays_paused_until_whole_weights(tmp_path):
-  folder = PublicationFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9)
+  folder = DeltaFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9)
   first, second = (folder.write(V[step], leaves_of(near(step))) for step in range(2))
 
   async def main():

@@ -13,9 +13,12 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.families import FAMILIES, tiny
+from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.rollout.api import SharedWrite, Weights
-from jaxrl_llm.rollout.vllm.publication import PublicationFolder, read_published
-from jaxrl_llm.rollout.vllm.shares import Proof, ShareOrder, VllmShareWriter, share_file
+from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
+from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder, read_published
+from jaxrl_llm.rollout.vllm.share_writer import VllmShareWriter
+from jaxrl_llm.rollout.vllm.shares import ShareOrder, ShareReport, delta_file, share_file
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.shares import share_of
 from jaxrl_llm.weights.tables import entries
@@ -44,7 +47,7 @@ def written_by(folder, count, writers=None):
     for i in range(1, count)
   ]
   mine = folder.write_share(received, count, leaves_of(SPEC, writer.names(0, count)))
-  return folder.complete(V1, [mine, *(Proof.from_json(r['proof']) for r in reports)], {})
+  return folder.complete(V1, [mine, *map(ShareReport.from_json, reports)])
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -111,28 +114,178 @@ def test_a_share_that_cannot_be_written_is_reported_and_all_parameters_are_taken
   assert set(taken) == set(writer.names(1, 2))
 
 
-def test_deltas_and_adapters_are_written_by_process_0_alone(tmp_path):
-  assert (
-    PublicationFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=4).begin_shares() is None
+def test_adapters_are_written_by_process_0_alone(tmp_path):
+  options = {'lora': LoraConfig(rank=2), 'dtype': 'float32'}
+  assert AdapterFolder(tmp_path / 'w', SPEC, **options).begin_shares() is None
+
+
+NAMES = ('model.layers.1.mlp.up_proj.weight', 'model.norm.weight')
+"""Tensors that change, in different shares of two."""
+
+
+def changed(step):
+  """Leaves of a version: a few elements of two tensors differ from the version before."""
+  for name, leaf in leaves_of(SPEC):
+    if name in {entry.unrolled for entry in entries(SPEC) if entry.hf in NAMES}:
+      leaf = leaf.copy()
+      leaf.reshape(-1)[: 3 * step : 3] += step
+    yield name, leaf
+
+
+class Processes:
+  """Publishes versions of which each process takes its share, and writes it as decided."""
+
+  def __init__(self, folder, count):
+    self.folder, self.count = folder, count
+    self.writers = [VllmShareWriter(SPEC) for _ in range(1, count)]
+
+  def publish(self, version, leaves):
+    order = self.folder.begin_shares(slices=SLICES, checksums=True)
+    asked, tree = order.to_json(), dict(leaves)
+
+    def share(number):
+      names = VllmShareWriter(SPEC).names(number, self.count)
+      return [(name, tree[name]) for name in sorted(names)]
+
+    reports = []
+    for number, writer in enumerate(self.writers, 1):
+      assert writer.can_write(asked, number, self.count) and writer.awaits_decision(asked)
+      reports.append(writer.write(asked, number, self.count, share(number)))
+    mine = self.folder.write_share(ShareOrder.from_json(asked), self.count, share(0))
+    reports = [mine, *map(ShareReport.from_json, reports)]
+    decision = self.folder.decide(reports)
+    # A release of earlier versions spares what is being written.
+    self.folder.keep_only(*self.kept)
+    digests = [writer.write_decided(decision.to_json())['digests'] for writer in self.writers]
+    digests = [self.folder.write_decided(decision), *digests]
+    self.kept = [self.folder.complete_decided(version, reports, decision, digests)]
+    return self.kept[0]
+
+  kept = ()
+
+
+def bits(tensors):
+  return {name: tensor.tobytes() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize('count', [2, 5])
+def test_deltas_of_several_processes_are_those_of_one(tmp_path, count):
+  options = {'dtype': 'bfloat16', 'full_every': 4}
+  alone = DeltaFolder(tmp_path / 'alone', SPEC, **options)
+  processes, label = Processes(DeltaFolder(tmp_path / 'w', SPEC, **options), count), None
+  for step in range(7):
+    wanted = alone.write(Version(0, step), changed(step), slices=SLICES, checksums=True)
+    made = processes.publish(Version(0, step), changed(step))
+    assert len(made.deltas) == len(wanted.deltas) == step % 4
+    for name in ('label', 'digests', 'slice_digests', 'checksums', 'files_label', 'nbytes'):
+      assert getattr(made, name) == getattr(wanted, name), name
+    assert (made.sent_bytes, made.changed_fraction) == (wanted.sent_bytes, wanted.changed_fraction)
+    assert bits(read_published(made)) == bits(read_published(wanted))
+    if made.deltas:
+      files = made.deltas[-1].files
+      changing = {n for n in range(count) if share_of(SPEC, n, count) & {*NAMES}}
+      assert files.keys() == {delta_file(number) for number in {0, *changing}}
+      assert made.deltas[-1].before == label
+    label = made.label
+  whole = processes.folder.write_whole(made)
+  assert not whole.deltas and whole.label == made.label == whole.files_label
+  assert set(whole.files) == {share_file(number) for number in range(count)}
+  assert bits(read_published(whole)) == bits(read_published(wanted))
+  # The images still contain it.
+  processes.kept = [whole]
+  next_one = processes.publish(Version(0, 7), changed(7))
+  assert next_one.deltas[-1].before == whole.label
+  assert bits(read_published(next_one)) == bits(read_published(alone.write(V1, changed(7))))
+
+
+def test_a_process_that_does_not_have_the_version_before_gets_the_next_one_published_whole(
+  tmp_path,
+):
+  processes = Processes(DeltaFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9), 2)
+  processes.publish(Version(0, 0), changed(0))
+  assert processes.publish(Version(0, 1), changed(1)).deltas
+  processes.writers = [VllmShareWriter(SPEC)]
+  made = processes.publish(Version(0, 2), changed(2))
+  assert not made.deltas and made.changed_fraction is None
+  assert bits(read_published(made)) == {
+    entry.hf: dict(changed(2))[entry.unrolled].tobytes() for entry in entries(SPEC)
+  }
+  assert processes.publish(Version(0, 3), changed(3)).deltas
+
+
+def test_shares_that_cannot_be_restored_from_damaged_files_are_written_with_the_next_version(
+  tmp_path,
+):
+  processes = Processes(DeltaFolder(tmp_path / 'w', SPEC, dtype='float32', full_every=9), 2)
+  for step in range(3):
+    made = processes.publish(Version(0, step), changed(step))
+  path = made.deltas[0].directory / delta_file(1)
+  content = bytearray(path.read_bytes())
+  content[-1] ^= 1
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match='as read, announced was'):
+    processes.folder.write_whole(made)
+  assert not processes.publish(Version(0, 3), changed(3)).deltas
+
+
+def test_a_process_that_does_not_see_the_directory_writes_no_delta(tmp_path):
+  folder = DeltaFolder(
+    tmp_path / 'w', SPEC, dtype='float32', full_every=4, source=fronts.config(tmp_path)
   )
+  order = folder.begin_shares()._replace(directory='/not/on/this/host')
+  assert not VllmShareWriter(SPEC).can_write(order.to_json(), 1, 2)
 
 
-async def shared(fleet, version, *, error=None):
+async def shared(fleet, version, writer=None, *, error=None):
   """Weights of which a second process writes a share, or fails to."""
   order = await fleet.begin_load()
-  writer = VllmShareWriter(MODEL.spec)
-  values = tensors(version.step)
+  writer = writer or VllmShareWriter(MODEL.spec)
+  values, decisions = tensors(version.step), []
 
   def leaves(number):
     names = writer.names(number, 2)
     return [(e.unrolled, values[e.hf]) for e in entries(MODEL.spec) if e.unrolled in names]
 
   async def reports():
-    return [None, error or writer.write(order, 1, 2, leaves(1))]
+    if error is not None:
+      return [None, error]
+    return [
+      None,
+      writer.write_decided(decisions[-1]) if decisions else writer.write(order, 1, 2, leaves(1)),
+    ]
 
-  shares = SharedWrite(order=order, count=2, reports=reports)
+  async def decide(decision):
+    decisions.append(decision)
+
+  shares = SharedWrite(order=order, count=2, reports=reports, decide=decide)
   probe = weights(version).probe
   return Weights(version=version, leaves=leaves(0), probe=probe, shares=shares)
+
+
+def test_servers_load_deltas_that_several_processes_wrote(tmp_path):
+  async def main():
+    writer = VllmShareWriter(MODEL.spec)
+    async with (
+      places(tmp_path, 2) as made,
+      fleet_over(made, tmp_path, first=None, full_every=9) as fleet,
+    ):
+      for number in range(3):
+        version = Version(A.attempt + number, A.step)
+        await fleet.load(await shared(fleet, version, writer))
+        assert versions(await wave(fleet)) == {version}
+        publication = fleet._current.publication
+        # The weights of these versions are the same.
+        assert len(publication.deltas) == number and len(publication.files) == 2
+        assert [await place.digests() for place in made] == [publication.digests] * 2
+      # Those of the next version differ everywhere.
+      await fleet.load(await shared(fleet, B, writer))
+      assert versions(await wave(fleet)) == {B} and not fleet._current.publication.deltas
+      writer.write_decided = lambda decision: {'error': 'the disk is full'}
+      with pytest.raises(RunError, match='process 1 could not write its share: the disk is full'):
+        await fleet.load(await shared(fleet, Version(B.attempt + 1, B.step), writer))
+      assert versions(await wave(fleet)) == {B}
+
+  run(main)
 
 
 def test_servers_load_versions_that_several_processes_wrote(tmp_path):

@@ -38,7 +38,7 @@ from jaxrl_llm.rollout.vllm.publication import FILE
 from jaxrl_llm.rollout.vllm.pull import server as server_module
 from jaxrl_llm.rollout.vllm.pull.distributor import Distributor, PullTransfer
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
-from jaxrl_llm.rollout.vllm.shares import VllmShareWriter
+from jaxrl_llm.rollout.vllm.share_writer import VllmShareWriter
 from jaxrl_llm.weights.tables import entries
 
 
@@ -284,7 +284,10 @@ def shared(fleet, version, asked, writer):
   async def reports():
     return [None, writer.write(elsewhere, 1, 2, leaves(1))]
 
-  shares = SharedWrite(order=asked, count=2, reports=reports)
+  async def decide(decision):
+    raise AssertionError('whole weights need no decision')
+
+  shares = SharedWrite(order=asked, count=2, reports=reports, decide=decide)
   return Weights(version=version, leaves=leaves(0), probe=weights(version).probe, shares=shares)
 
 

@@ -1,0 +1,113 @@
+"""Images of the newest version, from which whole weights and deltas are written. Each process of
+the trainer keeps the image of its share of the tensors.
+
+Invariant: all processes compare a version with the same earlier one. Process 0 names it in its
+order, and a process whose image contains another version reports no delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxrl_llm.core.disk import sync
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.vllm.shares import (
+  ShareOrder,
+  ShareReport,
+  delta_file,
+  digest,
+  share_file,
+  share_layout,
+  weights_file,
+  write_tensors,
+)
+from jaxrl_llm.weights.deltas import Image
+from jaxrl_llm.weights.layout import dtype_of
+from jaxrl_llm.weights.safetensors_files import writing
+from jaxrl_llm.weights.tables import entries
+from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter, write_at
+
+
+class Decision(NamedTuple):
+  """Decision of process 0 on how a version is written, after all images contain it."""
+
+  directory: str
+  """Directory of the unfinished files."""
+  is_delta: bool
+  """Whether each process writes the changes of its share. If not, each writes its whole share."""
+
+  def to_json(self) -> Json:
+    return self._asdict()
+
+  @classmethod
+  def from_json(cls, value: Any) -> Decision:
+    return cls(**value)
+
+
+class ShareImage:
+  """Image of the share of one process."""
+
+  def __init__(self, spec: ModelSpec, dtype: str, number: int, count: int):
+    """
+    Args:
+      dtype: Hugging Face name of the data type of the tensors.
+      number: number of the process.
+      count: number of processes that write shares.
+    """
+    self.number, self.count = number, count
+    self._spec, self._dtype = spec, dtype
+    self._layout = share_layout(spec, number, count, dtype)
+    whole = FileLayout({entry.hf: entry.shape for entry in entries(spec)}, dtype)
+    self._image = Image(self._layout, dtype_of(dtype).itemsize, limit=whole.nbytes)
+    self._holds: str | None = None
+    """Token of the order by which the version in the image was taken; None if the image contains no
+    complete version.
+    """
+
+  def take(self, order: ShareOrder, leaves: Iterable[tuple[str, np.ndarray]]) -> ShareReport:
+    """Takes the next version, and collects what has changed.
+
+    Raises UserError if the parameters do not match the model.
+    """
+    # If an error ends this method, the image contains no complete version.
+    holds, self._holds = self._holds, None
+    compares = order.image.before is not None and holds == order.image.before
+    collects = compares and order.image.collect
+    self._image.begin(compare=compares, collect=collects)
+    with TensorWriter(self._dtype, order.slices, checksums=order.checksums) as writer:
+      writer.pass_to(self._image, self._layout)
+      proof = write_tensors(writer, leaves, self._spec, self._layout.offsets.keys())
+    self._holds = order.token
+    return ShareReport(
+      proof=proof,
+      changed=self._image.changed if compares else None,
+      delta_bytes=self._image.nbytes if collects and self._image.is_smaller else None,
+    )
+
+  def write(self, decision: Decision) -> dict[str, str]:
+    """Writes the share, or its changes, and releases the memory of the collected changes. Returns
+    the digest of each array of the delta, keyed by its name in the file; an empty mapping if the
+    whole share is written. A process other than process 0 writes no file if nothing has changed.
+
+    Raises RunError if the file cannot be written.
+    """
+    directory = Path(decision.directory)
+    digests: dict[str, str] = {}
+    with writing(directory):
+      if not decision.is_delta:
+        with weights_file(directory / share_file(self.number)) as file:
+          write_at(file.fileno(), memoryview(self._image.bytes), 0)
+          file.truncate(self._layout.size)
+      elif (arrays := dict(self._image.arrays())) or self.number == 0:
+        path = directory / delta_file(self.number)
+        save_file(arrays, path)
+        sync(path)
+        digests = {name: digest(array) for name, array in arrays.items()}
+    self._image.release()
+    return digests
