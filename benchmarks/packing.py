@@ -40,7 +40,9 @@ _TINY = flags.DEFINE_bool(
 def utilisations(
   rows: int, *, ranks: int, chunks: int, chunk_len: int, draws: int = 20
 ) -> list[float]:
-  """Returns, for each draw, the share of tokens in the arrays of an optimizer step of `rows` rows."""
+  """Returns, for each draw, the share of tokens in the arrays of an optimizer step of `rows`
+  rows.
+  """
   lengths = [lognormal_lengths(rows, longest=chunk_len, seed=seed) for seed in range(draws)]
   return [
     pack(some, ranks=ranks, chunks=chunks, chunk_len=chunk_len).utilisation for some in lengths

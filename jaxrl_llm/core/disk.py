@@ -44,8 +44,8 @@ def write_durably(path: pathlib.Path, text: str) -> None:
 
 
 def mark(directory: pathlib.Path) -> str:
-  """Writes a new token into a directory, and returns it. By the token, processes of other hosts
-  recognise the directory if they see it (`is_seen`).
+  """Writes a new token into a directory, and returns the token. With the token, processes of other
+  hosts can check whether they see the same directory (`is_seen`).
   """
   token = secrets.token_hex(16)
   (directory / TOKEN).write_text(token)

@@ -33,7 +33,9 @@ class Change(NamedTuple):
   """A changed configuration value, or a changed number of devices or processes."""
 
   key: str
-  """Dotted key, as in --config.KEY; or `devices` or `processes` (`Entry.machine`)."""
+  """Dotted key of the changed value, as in --config.KEY; or 'devices' or 'processes' (see
+  `Entry.machine`).
+  """
   before: Json
   after: Json
 

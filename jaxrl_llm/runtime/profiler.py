@@ -16,8 +16,9 @@ from jaxrl_llm.runtime.stopwatch import Stopwatch
 class Profiler:
   """Traces the configured steps in this process.
 
-  A trace has the programs and transfers of the process's devices, and the calls of JAX's runtime on
-  the host. Calls of Python functions are left out, because they would slow the step down.
+  A trace contains the programs and transfers of the process's devices, and the calls of JAX's
+  runtime on the host. Calls of Python functions are left out, because they would slow the step
+  down.
   """
 
   def __init__(self, directory: pathlib.Path, steps: Collection[int]):

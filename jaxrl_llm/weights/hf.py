@@ -181,7 +181,7 @@ def describe(
   pad_id: int | None,
   bos_id: int | None = None,
 ) -> None:
-  """Writes everything of a model directory but the weights.
+  """Writes all files of a model directory except the weights.
 
   A model with a 'scalar' head is written for AutoModelForSequenceClassification, and a model with a
   'value' head for AutoModelForTokenClassification. Both are written with one label and without

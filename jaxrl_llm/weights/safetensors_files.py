@@ -254,7 +254,7 @@ def save_params(
 
 
 class FilePlan(NamedTuple):
-  """Distribution of a model's tensors over weights files, and of these over the processes that
+  """Distribution of a model's tensors over weights files, and of the files over the processes that
   write them.
   """
 
@@ -273,8 +273,8 @@ class FilePlan(NamedTuple):
 def plan_files(
   spec: ModelSpec, *, dtype: str, shard_bytes: int = SHARD_BYTES, writers: int = 1
 ) -> FilePlan:
-  """Plans the weights files of a model that `writers` processes write. For `shard_bytes`, see
-  `save_params`.
+  """Plans the weights files of a model, which `writers` processes will write. For `shard_bytes`,
+  see `save_params`.
   """
   if shard_bytes <= 0:
     raise UserError(f'shard_bytes is {shard_bytes}, wanted a positive number of bytes')
@@ -396,11 +396,12 @@ def _tensors(
   spec: ModelSpec,
   share: Collection[str],
 ) -> Iterator[tuple[TensorEntry, Shaped[np.ndarray, '...']]]:
-  """Returns the tensors of a share of a model's files, including the tensors of `tables.zeros`. A
-  tensor may come in parts. A tree must have all parameters of the model.
+  """Returns the tensors of a share of a model, including the tensors of `tables.zeros`. A tensor
+  may be returned in several parts.
 
   Args:
-    share: names of the tensors in the files.
+    params: tree with all parameters of the model, or stream of the parameters of the share.
+    share: names of the share's tensors in the files.
   """
   if isinstance(params, Mapping):
     by_name = {entry.hf: entry for entry in (*entries(spec), *zeros(spec))}

@@ -57,7 +57,7 @@ class ExportedVersion:
   files: Mapping[str, FileDigest]
   """Files of the directory other than the manifest, keyed by name."""
   tensors: str | None = None
-  """Digest of the tensors (`digest_of_tensors`); None in manifests that were written without it."""
+  """Digest of the tensors (`digest_of_tensors`). None in manifests of earlier program versions."""
 
   @property
   def version(self) -> Version:

@@ -95,7 +95,8 @@ def serve_before(address, folder):
 
 
 def call_every_route(address, token):
-  """Prints the status of a call to each route, and of calls to a few paths that no front accepts.
+  """Prints the status of a call to each route, and of calls to a few paths that no front
+  accepts.
   """
 
   async def main():

@@ -181,7 +181,8 @@ def until(holds, patience_s: float = 30.0) -> bool:
 
 
 class Host:
-  """State of a host that a program must not change: mounts, descriptors, threads, processes, files.
+  """State of a host that a program must not change: mounts, descriptors, threads, processes,
+  files.
   """
 
   def __init__(self, *directories: str):

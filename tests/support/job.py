@@ -179,7 +179,8 @@ def _start(
 def train(
   workdir: pathlib.Path, *flags: str, expect: int = 0, timeout_s: float = 600, **options
 ) -> subprocess.CompletedProcess:
-  """Runs a job to its end. Raises AssertionError with its output if the exit code is not `expect`.
+  """Runs a job to its end. Raises AssertionError with its output if the exit code is not
+  `expect`.
   """
   return _finish(start(workdir, *flags, **options), expect, timeout_s=timeout_s)
 
@@ -276,7 +277,8 @@ def chat_sft_run() -> pathlib.Path:
 
 
 def reward_model_run() -> pathlib.Path:
-  """Returns the directory of a finished run of configs/reward_model.py, with few pairs and steps.
+  """Returns the directory of a finished run of configs/reward_model.py, with few pairs and
+  steps.
   """
   shared = tuple(flag for flag in SMALL if 'policy.model' in flag or 'tasksets' in flag)
   pairs = ('--config.preferences.0.size=300', '--config.preferences.1.size=50')
@@ -297,7 +299,8 @@ def killed_ppo_run() -> pathlib.Path:
 def killed_and_resumed(
   workdir: pathlib.Path, *counts: int, flags: tuple[str, ...] = (), **options
 ) -> pathlib.Path:
-  """Kills a run when metrics.jsonl has each of these numbers of rows, and then runs it to its end.
+  """Kills a run when metrics.jsonl has each of these numbers of rows, and then runs it to its
+  end.
   """
   for count in counts:
     process = start(workdir, *flags, **options)
@@ -350,7 +353,8 @@ def wait_for_rows(
   *,
   timeout_s: float = 300,
 ) -> None:
-  """Waits until metrics.jsonl has `count` rows. Raises AssertionError if the process ends earlier.
+  """Waits until metrics.jsonl has `count` rows. Raises AssertionError if the process ends
+  earlier.
   """
   deadline = time.monotonic() + timeout_s
   with times.phase('job'):

@@ -213,7 +213,8 @@ def pairs() -> tuple[Row, ...]:
 
 
 def bigram(options: ModelOptions, head: str = 'lm', mesh: Mesh | None = None) -> Model:
-  """Returns the smallest possible model: its output at a position depends only on the token there.
+  """Returns the smallest possible model: its output at a position depends only on the token
+  there.
   """
   matrix, outputs = {'kernel': ('vocab', 'embed')}, VOCAB if head == 'lm' else 1
 

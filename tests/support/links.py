@@ -27,7 +27,8 @@ class Links:
     return f'{_NETWORK}.{host + 1}'
 
   def start(self, host: int, module: str, function: str, *args) -> subprocess.Popen:
-    """Calls a function of a test module in one of the namespaces. Its stdin and stdout are pipes.
+    """Calls a function of a test module in one of the namespaces. Its stdin and stdout are
+    pipes.
     """
     source = f'import {module} as t; t.{function}(*{args!r})'
     environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(map(str, (ROOT, SUPPORT, TOOLS)))}

@@ -65,7 +65,8 @@ class Service:
 
   @contextlib.asynccontextmanager
   async def running(self, socket=None, tls=None):
-    """Serves on a free port of loopback, or on a Unix socket. A port has TLS if a context is given.
+    """Serves on a free port of loopback, or on a Unix socket. A port has TLS if a context is
+    given.
     """
     server = web.Server(self._handle, handler_cancellation=True)
     runner = web.ServerRunner(server, shutdown_timeout=0.1)

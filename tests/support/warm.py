@@ -42,7 +42,8 @@ _MODULES = (
 
 
 class Process:
-  """A script that `start` has started. Attributes and methods are like those of `subprocess.Popen`.
+  """A script that `start` has started. Attributes and methods are like those of
+  `subprocess.Popen`.
   """
 
   def __init__(
@@ -225,7 +226,8 @@ def _report_exit_codes(children: dict[int, socket.socket]) -> None:
 
 
 def _become(request: dict, descriptors: list[int]) -> None:
-  """Makes this fork look like an interpreter that was started for the script, and runs the script.
+  """Makes this fork look like an interpreter that was started for the script, and runs the
+  script.
   """
   for number, descriptor in enumerate(descriptors):
     os.dup2(descriptor, number)

@@ -48,7 +48,7 @@ from jaxrl_llm.weights.versions import ExportedWeights, FileDigest, digest_of_fi
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ModelExport:
-  """What to export, and where."""
+  """A model to export, and the directory of the export."""
 
   directory: pathlib.Path
   gatherer: Gatherer
@@ -122,13 +122,13 @@ async def export_together(
   If a process does not see the directory of process 0, process 0 writes all files.
 
   Args:
-    describe: creates the directory, and writes everything but the weights; None in the other
-      processes than process 0.
-    digests: whether to compute digests of the files.
+    describe: function that creates the directory and writes all files except the weights. Process 0
+      passes it; the other processes pass None.
+    digests: whether to compute digests of the files, in addition to digests of the tensors.
 
   Returns:
-    Digests of the weights in process 0; None in the other processes. They have no files if
-    `digests` is False.
+    Digests of the weights in process 0; None in the other processes. Without `digests`, the field
+    `files` of the result is empty.
 
   Raises:
     UserError: the parameters do not match the model, or `describe` has raised this error.
@@ -159,7 +159,9 @@ async def export_together(
 
 
 def _begin(directory: pathlib.Path, describe: Callable[[], None]) -> str:
-  """Prepares the directory, and returns its token."""
+  """Creates the directory, and marks it with a token. By the token, the other processes check
+  whether they see the same directory. Returns the token.
+  """
   describe()
   with writing(directory):
     return mark(directory)
@@ -185,14 +187,14 @@ def _write(model: ModelExport, plan: FilePlan, digests: bool) -> Json:
   except (RunError, UserError) as error:
     if jax.process_count() == 1:
       raise
-    for _ in leaves:  # The other processes need this one to gather their parameters.
+    for _ in leaves:  # Gathering needs all processes, so this one takes part until the end.
       pass
     return {'error': str(error)}
   return {'tensors': tensors, 'files': files}
 
 
 def _end(directory: pathlib.Path, plan: FilePlan, *, revealed: bool) -> None:
-  """Makes the written files visible, or removes them."""
+  """Gives the written files their final names if `revealed`; otherwise, removes them."""
   with writing(directory):
     (directory / TOKEN).unlink()
     if not revealed:

@@ -19,8 +19,8 @@ from jaxrl_llm.runtime.checkpoint import Checkpoints
 def chosen_steps(run: pathlib.Path, config: Config, wanted: Sequence[int] | None) -> list[int]:
   """Returns the sorted steps of the commits to measure; 0 is the initial policy.
 
-  Args: wanted: requested steps. If None, all commits are chosen except the commits of reward
-    models.
+  Args:
+    wanted: requested steps. If None, all commits are chosen except the commits of reward models.
 
   Raises:
     UserError: a requested commit does not exist, or no steps are requested and the run has no

@@ -49,8 +49,8 @@ _DRAFTED_TOKENS = 'vllm:spec_decode_num_draft_tokens_total'
 _LOOK_S = 1.0
 """Minimum seconds between two requests for the label of a server that is streaming answers."""
 _VERIFY_S, _LONGEST_VERIFY_S = 0.01, 0.2
-"""First and longest interval in seconds between two questions to workers that are verifying files.
-The interval doubles each time.
+"""First and longest interval, in seconds, between two requests that ask the workers whether they
+have verified the files. The interval doubles each time.
 """
 _KEPT_ADAPTERS = 2
 """Number of adapters kept on the server: the newest, and the previous one for completions in
@@ -424,8 +424,8 @@ class VllmClient:
     return await self._rpc('jaxrl_digests', deadline_s=deadline_s)
 
   async def verify(self, info: Mapping[str, Any], *, deadline_s: float) -> None:
-    """Lets the workers verify the files of an update that will follow, while the server samples.
-    The workers must be able to (key 'verifies' of `weights`).
+    """Makes the workers verify the files of a later update, while the server samples. The workers
+    must support this (key 'verifies' of `weights`).
 
     Args:
       info: description of the update, as for `update_weights`.

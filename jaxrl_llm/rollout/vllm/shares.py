@@ -189,7 +189,9 @@ class ShareOrder(NamedTuple):
   directory: str
   """Directory of the unfinished version."""
   token: str
-  """Token of the directory, by which a process recognises it (`core.disk.is_seen`)."""
+  """Token of the directory, with which a process checks whether it sees the same directory
+  (`core.disk.is_seen`).
+  """
   dtype: str
   """Hugging Face name of the data type of the tensors."""
   slices: Mapping[str, Collection[Slice]]

@@ -116,9 +116,9 @@ class FileTransfer:
 
   def __init__(self) -> None:
     self._can_verify = False
-    """Whether the workers can verify files before an update. Those of earlier releases cannot."""
+    """Whether the workers can verify files before an update. Workers of earlier releases cannot."""
     self._verified: Publication | None = None
-    """Publication that the workers have verified and not yet loaded."""
+    """Publication that the workers have verified but not loaded yet; None if there is none."""
     self._held: set[tuple[str, Slice]] = set()
     """Tensor names and slices of the parts that the server's workers hold."""
 

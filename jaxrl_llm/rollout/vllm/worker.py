@@ -399,8 +399,8 @@ class Verification:
     return not self._thread.is_alive()
 
   def tensors_of(self, update: Update) -> dict[str, torch.Tensor] | None:
-    """Returns the verified tensors. Returns None if they are not those of `update`, or if the
-    verification failed or is not complete.
+    """Returns the verified tensors. Returns None if they belong to another update than `update`, or
+    if the verification has failed or is not complete.
     """
     names = ('directory', 'files', 'slices')
     is_same = all(getattr(update, name) == getattr(self._update, name) for name in names)
@@ -416,13 +416,15 @@ class Receiver:
     self._verification: Verification | None = None
 
   def verify(self, views: Mapping[str, View], update: Update) -> None:
-    """Begins to verify the whole weights of an update that will follow, and forgets those of an
-    earlier verification.
+    """Begins to verify the whole weights of a later update. Forgets the weights of an earlier
+    verification.
     """
     self._verification = Verification(views, update)
 
   def verified(self) -> dict[str, Any]:
-    """Returns whether the latest verification is `done`, and its `error` ('' if there is none)."""
+    """Returns the state of the latest verification: `done` is whether it has ended, and `error` is
+    its error, '' if there is none.
+    """
     if self._verification is None:
       return {'done': True, 'error': 'nothing was verified'}
     return {'done': self._verification.is_done, 'error': self._verification.error}
@@ -495,15 +497,17 @@ class Worker:
     return config.max_lora_rank if config is not None and allowed else 0
 
   def jaxrl_verify(self, update_info: dict[str, Any]) -> dict[str, Any]:
-    """Begins to read and verify the whole weights of an update that will follow, while the server
-    samples. Returns what `jaxrl_verified` returns.
+    """Begins to read and verify the whole weights of a later update, while the server samples.
+    Returns the same state as `jaxrl_verified`.
     """
     engine = self.weight_transfer_engine
     engine.receiver.verify(hf_views(self.model_runner.model), engine.parse_update_info(update_info))
     return engine.receiver.verified()
 
   def jaxrl_verified(self) -> dict[str, Any]:
-    """Returns whether the latest verification is `done`, and its `error` ('' if there is none)."""
+    """Returns the state of the latest verification: `done` is whether it has ended, and `error` is
+    its error, '' if there is none.
+    """
     return self.weight_transfer_engine.receiver.verified()
 
   def jaxrl_digests(self) -> dict[str, str]:

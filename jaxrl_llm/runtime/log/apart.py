@@ -82,7 +82,9 @@ class ProcessWriter:
     return self._lost - before
 
   def take_notes(self) -> list[str]:
-    """Returns a message when the writer has failed for the first time; otherwise an empty list."""
+    """Returns a list with one message if the writer has failed for the first time; else, an empty
+    list.
+    """
     problem = self._look().error
     if not problem and not self._child.is_running():
       last = ''.join(f' ({one_line(line, 200)})' for line in self._child.lines()[-1:])

@@ -44,7 +44,9 @@ class LocalWriter:
     return lost
 
   def take_notes(self) -> list[str]:
-    """Returns a message when the writer has failed for the first time; otherwise an empty list."""
+    """Returns a list with one message if the writer has failed for the first time; else, an empty
+    list.
+    """
     if self._noted or not self._error:
       return []
     self._noted = self._error

@@ -21,7 +21,8 @@ from jaxrl_llm.weights.hf import read_spec, read_special_tokens  # noqa: E402
 
 
 async def serve(server: FakeServer, *, uds: str | None, port: int) -> int:
-  """Serves until SIGTERM or SIGINT arrives (returns 0), or until the server has died (returns 1).
+  """Serves until SIGTERM or SIGINT arrives (returns 0), or until the server has died (returns
+  1).
   """
   stop, loop = asyncio.Event(), asyncio.get_running_loop()
   for number in (signal.SIGTERM, signal.SIGINT):

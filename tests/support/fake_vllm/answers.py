@@ -147,7 +147,8 @@ async def send_half(request: web.Request, whole: web.StreamResponse) -> web.Stre
 
 
 def aborted_half_way(response: web.StreamResponse) -> web.StreamResponse:
-  """Returns the same completions, each changed as if it had been aborted after half of its tokens.
+  """Returns the same completions, each changed as if it had been aborted after half of its
+  tokens.
   """
   if response.status != 200:
     return response

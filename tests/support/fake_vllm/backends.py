@@ -57,7 +57,8 @@ class Backend(Protocol):
     ...
 
   async def score(self, tokens: Sequence[int]) -> tuple[Sequence[float], Sequence[int]]:
-    """Returns logprobs at temperature 1, and ranks counted from 1, of all tokens except the first.
+    """Returns logprobs at temperature 1, and ranks counted from 1, of all tokens except the
+    first.
     """
     ...
 
@@ -231,7 +232,8 @@ class Sampled:
 
 
 def _score(model: Model, params: Tree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns logprobs and ranks of the tokens at positions 1, 2, …. The last entry is meaningless.
+  """Returns logprobs and ranks of the tokens at positions 1, 2, …. The last entry is
+  meaningless.
   """
   sequence = tokens[None]
   hidden = model.apply(params, sequence, jnp.arange(len(tokens))[None], jnp.ones_like(sequence))[0]

@@ -42,7 +42,8 @@ class Worker:
     self._updating = True
 
   async def update(self, info: Mapping[str, Any]) -> None:
-    """Reads and loads an update. If it cannot be loaded, ends the session and raises WorkerError.
+    """Reads and loads an update. If it cannot be loaded, ends the session and raises
+    WorkerError.
     """
     async with self._writing:
       if not self._updating:

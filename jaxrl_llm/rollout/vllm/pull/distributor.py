@@ -268,8 +268,8 @@ class PullTransfer(FileTransfer):
 
   @contextlib.contextmanager
   def _fetching_again_after_errors(self) -> Iterator[None]:
-    """After an error of the server, lets its host fetch the files again. Raises Lost instead of
-    Refused if the files have vanished.
+    """If the block raises an error of the server, makes the server's host fetch the files again
+    later. Raises Lost instead of Refused if the files have vanished.
     """
     try:
       yield
