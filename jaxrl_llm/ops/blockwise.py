@@ -37,7 +37,7 @@ BLOCK = 128
 
 _Queries = Float[Array, 'batch time heads head_dim']
 _Keys = Float[Array, 'batch keys kv_heads head_dim']
-# Types of one row of the batch, split into blocks:
+# Types of the arrays of one row of the batch, split into blocks.
 _QueryBlocks = Float[Array, 'blocks kv_heads rows head_dim']
 _KeyBlocks = Float[Array, 'key_blocks kv_heads key_block head_dim']
 _Statistic = Float[Array, 'blocks kv_heads rows 1']

@@ -26,7 +26,9 @@ errors differ between platforms.
 
 
 class PeerFailed(RunError):
-  """Another process of the job has failed or disappeared, while this process is healthy."""
+  """Raised when another process of the job has failed or disappeared, while this process is
+  healthy.
+  """
 
   exit_code = 75
   """EX_TEMPFAIL, which tells a supervisor that the cause is in another process."""

@@ -249,7 +249,9 @@ class Weights:
   are not checked.
   """
   shares: SharedWrite | None = None
-  """If not None, `leaves` has only the share of process 0, and the other processes write theirs."""
+  """Description of how the trainer's processes write the weights together. `leaves` then contains
+  only the share of process 0. If None, `leaves` contains all weights.
+  """
 
   @classmethod
   def of(cls, params: Params, version: Version) -> Weights:
@@ -365,7 +367,7 @@ class ShareWriter(Protocol):
 
   def awaits_decision(self, order: Json) -> bool:
     """Returns whether the engine decides how the shares are written, after all processes have
-    reported on theirs.
+    reported on their shares.
     """
     ...
 

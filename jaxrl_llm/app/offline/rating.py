@@ -27,7 +27,7 @@ class Rated(NamedTuple):
 
 
 async def rate(tasks: Sequence[Task], options: RatingOptions, *, deadline_s: float) -> Rated:
-  """Rates tasks.
+  """Rates tasks with a judge, many at a time.
 
   Args:
     deadline_s: time limit of each rating in seconds, from the start of its first request.

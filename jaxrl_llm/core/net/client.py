@@ -31,7 +31,7 @@ _EXCERPT = 500
 
 
 class RemoteError(Exception):
-  """A service gave no usable response.
+  """Raised when a service gave no usable response.
 
   Attributes:
     status: HTTP status of an error response; None for other errors.
@@ -51,9 +51,10 @@ class RemoteError(Exception):
 
 
 class Lost(RemoteError):
-  """The service cannot be reached, does not respond in time, breaks the connection or fails (5xx).
+  """Raised when the service cannot be reached, does not respond in time, breaks the connection or
+  fails (5xx).
 
-  The service may have carried out the request nevertheless.
+  The service may nevertheless have carried out the request.
   """
 
 
@@ -62,7 +63,9 @@ class Malformed(Lost):
 
 
 class Refused(RemoteError):
-  """The service works but rejects the request: the status is below 500, but not 200 or 206."""
+  """Raised when the service works but rejects the request: the status is below 500, but not 200 or
+  206.
+  """
 
 
 class Response:

@@ -42,7 +42,7 @@ from jaxrl_llm.core.files import parse_json
 from jaxrl_llm.core.net.connections import check_address, is_loopback
 
 KEY = 'key'
-"""Name of the key's file in the directory."""
+"""Name of the file with the key, in the registry's directory."""
 RENEW_S = 5.0
 """Seconds between renewals of a lease."""
 LEASE_S = 90.0

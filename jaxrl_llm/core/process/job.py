@@ -197,7 +197,7 @@ def _merged(
   names = ', '.join(fact.source for fact in given.values() if fact is not None)
   missing = [name for name, fact in given.items() if fact is None]
   if place is not None and place.method is not None:
-    missing = []  # JAX finds the facts that are not given.
+    missing = []  # JAX itself determines the missing facts.
   elif place is not None:
     missing = [name for name in missing if name == ADDRESS]
   if missing:

@@ -37,7 +37,7 @@ _POST_S = 60.0
 
 
 class Failed(Exception):
-  """The tasks cannot be exported, or the episode has no reward."""
+  """Raised when the tasks cannot be exported, or when the episode has no reward."""
 
 
 def _environment(text: str) -> Any:

@@ -166,7 +166,9 @@ class Scheduler:
     self._ready = []
 
   def _unprefilled(self) -> list[QueuedRequest]:
-    """Returns the requests of prefilled prompts that still have pending samples."""
+    """Returns the requests whose prompt is prefilled and that still have pending samples. Callers
+    queue them, so that the prompts are prefilled again.
+    """
     return [queued for prefill in self._ready for queued in prefill.requests if queued.pending]
 
   def vacate(self) -> None:

@@ -29,7 +29,7 @@ _overdue: set[threading.Thread] = set()
 
 
 class CallFailed(Exception):
-  """A call failed: it raised an exception, exceeded its deadline, or was not started because too
+  """Raised when a call raised an exception, exceeded its deadline, or was not started because too
   many earlier calls hang. An exception of the call is the `__cause__`. The message is one line.
   """
 

@@ -33,7 +33,7 @@ _CLOSE_S = 5.0
 
 
 class EnvironmentFailed(Exception):
-  """The environment raised an exception or did not respond in time."""
+  """Raised when the environment raised an exception or did not respond in time."""
 
 
 @functools.lru_cache(maxsize=16)

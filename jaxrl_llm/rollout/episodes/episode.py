@@ -53,40 +53,42 @@ conversation. 'template': the whole conversation is rendered, as a new step of t
 
 
 class EpisodeOver(Exception):
-  """A limit of the run rules out another turn. `Episodes` catches this exception and ends the
-  trajectory with the finish reason `finish`.
+  """Raised when a limit of the run rules out another turn. `Episodes` catches this exception and
+  ends the trajectory with the finish reason `finish`.
   """
 
   finish: Finish
 
 
 class OutOfTokens(EpisodeOver):
-  """The step has no tokens left for another turn."""
+  """Raised when the step has no tokens left for another turn."""
 
   finish = Finish.LENGTH
 
 
 class OutOfSteps(EpisodeOver):
-  """The next turn would begin a new step, but the trajectory already has its maximum number of
-  steps.
+  """Raised when the next turn would begin a new step, but the trajectory already has its maximum
+  number of steps.
   """
 
   finish = Finish.STEPS
 
 
 class UnreadableObservation(RunError):
-  """An observation adds no tokens, or the tokenizer cannot encode it, or the chat template cannot
-  render it after the earlier turns.
+  """Raised when an observation adds no tokens, when the tokenizer cannot encode it, or when the
+  chat template cannot render it after the earlier turns.
   """
 
 
 class InvalidReward(RunError):
-  """A reward, its evidence or a count is malformed or exceeds the limits; see `check_limits`."""
+  """Raised when a reward, its evidence or a count is malformed or exceeds the limits; see
+  `check_limits`.
+  """
 
 
 class PromptTooLong(Exception):
-  """The first prompt has more tokens than permitted. `Episodes` catches this exception and makes
-  the sample unscorable. The message is one line.
+  """Raised when the first prompt has more tokens than permitted. `Episodes` catches this exception
+  and makes the sample unscorable. The message is one line.
   """
 
 

@@ -23,7 +23,9 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 
 
 class ToolFailed(Exception):
-  """A tool call failed. The policy reads the exception's message as the result of the call."""
+  """Raised when a tool call failed. The policy reads the exception's message as the result of the
+  call.
+  """
 
 
 class Tool:

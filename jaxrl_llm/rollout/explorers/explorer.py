@@ -83,19 +83,19 @@ a workflow. The last three arguments are the limits in `Welcome`.
 
 
 class MasterLost(Lost):
-  """The master does not respond. A separate class is needed because workflows also call other
-  services, whose loss fails only the workflow.
+  """Raised when the master does not respond. A separate class is needed because workflows also call
+  other services, whose loss fails only the workflow.
   """
 
 
 class Rejected(MasterLost):
-  """The master rejects a message, because the explorer has lost the lease or the group has
-  ended.
+  """Raised when the master rejects a message, because the explorer has lost the lease or the group
+  has ended.
   """
 
 
 class Evicted(RunError):
-  """The master refuses all messages of this explorer, because of an earlier message."""
+  """Raised when the master refuses all messages of this explorer, because of an earlier message."""
 
 
 class Link:

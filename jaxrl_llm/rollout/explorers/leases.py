@@ -36,18 +36,20 @@ _MAX_EVICTED = 4096
 
 
 class Gone(Exception):
-  """The lease of a message is no longer valid, or the group has ended."""
+  """Raised when the lease of a message is no longer valid, or when the group has ended."""
 
   def __init__(self, lease: str):
     super().__init__(f'lease {ascii(lease[:8])[1:-1]} is no longer held')
 
 
 class Misbehaved(Exception):
-  """An explorer sent a message that a correct explorer never sends, and must be evicted."""
+  """Raised when an explorer sent a message that a correct explorer never sends. The explorer must
+  be evicted.
+  """
 
 
 class SenderEvicted(Exception):
-  """The sender of a message was evicted earlier."""
+  """Raised when the sender of a message was evicted earlier."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

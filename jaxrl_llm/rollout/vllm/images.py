@@ -51,7 +51,7 @@ class Decision(NamedTuple):
 
 
 class ShareImage:
-  """Image of the share of one process."""
+  """Image of the share of one process: a copy of its tensors in host memory."""
 
   def __init__(self, spec: ModelSpec, dtype: str, number: int, count: int):
     """

@@ -70,8 +70,8 @@ class Requirements:
 
 
 class Unproven(Exception):
-  """The server's weights differ from the published ones. Its tokens must be discarded, and the
-  server must be restarted.
+  """Raised when the server's weights differ from the published ones. The server's tokens must be
+  discarded, and the server must be restarted.
   """
 
 

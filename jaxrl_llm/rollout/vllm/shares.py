@@ -152,7 +152,7 @@ class RemoteFile(NamedTuple):
 
 
 class ImageOrder(NamedTuple):
-  """Order to take a version into the images of the processes (`ShareImage`)."""
+  """Order to every process to take a version into its image, a copy of its share (`ShareImage`)."""
 
   before: str | None
   """Token of the version that the images contain, with which the next one is compared; None if the

@@ -53,7 +53,7 @@ class Arrivals:
 
 
 class Broken(Lost):
-  """A streamed answer broke off.
+  """Raised when a streamed answer broke off.
 
   Attributes:
     begun: the beginning of the answer, sampled with the weights that the server had when the

@@ -294,7 +294,7 @@ def _sides_agree(truth: str, answer: str) -> bool | None:
     and not (formula and formula.symbols)
     and re.search('[a-zA-Z]', _COMMANDS.sub('', got[0]))
   ):
-    return False  # `2x = 42` is not 42.
+    return False  # For example, `2x = 42` does not state the value 42.
   lettered = bool(formula and formula.symbols)
   stated = [
     side for side in got[:-1] if lettered or not re.search('[a-zA-Z]', _COMMANDS.sub('', side))

@@ -268,7 +268,7 @@ def choose_options(
 
 
 def _settled(options: AnswerOptions, truth: str) -> AnswerOptions:
-  """Returns the options, in which each one that is not set is chosen from this truth alone."""
+  """Returns the options. Each option that is not set gets a value chosen from this truth alone."""
   if options.mode is not None and options.extraction is not None:
     return options
   return dataclasses.replace(options, **_left_open(options, choose([truth]).options))

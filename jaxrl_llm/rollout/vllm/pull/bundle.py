@@ -71,7 +71,7 @@ class BundleFile:
   size: int
   """Size in bytes."""
   atoms: tuple[Atom, ...]
-  """In the order of the file; empty if the file is empty."""
+  """Atoms of the file, in order; empty if the file is empty."""
 
   @functools.cached_property
   def _starts(self) -> list[int]:

@@ -27,7 +27,9 @@ class Provider(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchOrder:
-  """Bundles to fetch, and the hosts that have them or fetch them at the same time."""
+  """Order of a trainer to a host: the bundles to fetch, and the hosts that have these bundles or
+  fetch them at the same time.
+  """
 
   trainer: str
   """Random id of the trainer's process."""

@@ -47,13 +47,13 @@ _PATIENCE_S = 60.0
 _PAUSE_S = 1.0
 """Seconds between two rounds, in each of which every provider of a piece is asked."""
 _WAIT_S = 5.0
-"""Seconds after which a store tells another one, which waits for a piece, to ask again. By this,
-the other one knows that the store works.
+"""Seconds after which a store tells another store, which waits for a piece, to ask again. The other
+store thus knows that this store works.
 """
 _UNKNOWN_S = 10.0
-"""Maximum seconds for which a store lets another one wait until the trainer orders the bundle."""
+"""Maximum seconds for which a store lets another store wait until the trainer orders the bundle."""
 _SILENCE_S = 30.0
-"""Seconds without a byte after which a provider is given up."""
+"""Seconds without a byte after which a fetch from a provider is given up."""
 _LATER = 503
 """HTTP status of the answer to ask again."""
 _REACH_S = 10.0
@@ -113,7 +113,7 @@ class _Arrival:
 
 
 class _Fault(Exception):
-  """A provider sent bytes that do not have the announced digest."""
+  """Raised when a provider sent bytes that do not have the announced digest."""
 
 
 class Store:
@@ -268,7 +268,7 @@ class Store:
       verified = {file.name: bytearray(len(file.atoms)) for file in bundle.files}
       holding = self._holdings[bundle.id] = _Holding(bundle, directory, verified)
     elif holding.fetching is not None and holding.fetching.done() and not holding.is_complete:
-      holding.fetching = None  # An earlier order failed. What it fetched is not fetched again.
+      holding.fetching = None  # An earlier order failed. Pieces that it fetched are kept.
     return holding
 
   def _check_space(self, holdings: Iterable[_Holding]) -> None:
@@ -303,8 +303,8 @@ class Store:
       if all(holding.verified[piece.file][piece.first : piece.last]):
         continue
       home = order.home(number)
-      # Pieces of this host come from the trainer, several at once. All others come from their
-      # home, one at a time.
+      # The pieces whose home is this host come from the trainer, several at once. Other pieces
+      # come from the host that is their home, one at a time.
       lane = number // max(1, len(order.stores)) % _AT_ONCE if home == order.place else 0
       lanes.setdefault((home, lane), []).append((number, piece))
     failed: set[str] = set()
