@@ -86,6 +86,8 @@ class RolloutConfig:
         f'rollout.embedded.prefill_buckets: the largest is {longest}, prompts of max_prompt_length='
         f'{self.max_prompt_length} tokens need one of at least {self.max_prompt_length - 1}'
       )
+    if self.is_direct:
+      self._check_direct(self.explorers)
     if ':' not in self.engine:  # A custom engine is imported only when a run needs it.
       named_pair(self.engine, 'engine', ENGINES)
       if self.engine_options:
@@ -93,6 +95,35 @@ class RolloutConfig:
           'rollout.engine_options: apply only to a custom engine, and rollout.engine is '
           f'{self.engine!r}; set rollout.{self.engine} instead, and leave engine_options empty'
         )
+
+  def _check_direct(self, explorers: ExplorersConfig) -> None:
+    """Raises UserError if explorers cannot fetch completions from the servers, or if they have the
+    servers' token, with which they could sign completions.
+    """
+    where, vllm, listen = 'rollout.explorers.direct', self.vllm_servers, explorers.listen
+    if vllm is None or not vllm.attached:
+      raise UserError(
+        f'{where}: True, but there are no servers whose fronts sign; set it to False, or set '
+        'rollout.engine=vllm and rollout.vllm.addresses of servers of jaxrl serve --host'
+      )
+    local = next((a for a in vllm.addresses if a.startswith('unix:')), None)
+    if local is not None or (vllm.addresses and vllm.key_file is None):
+      raise UserError(
+        f'{where}: True, but rollout.vllm.addresses has {local or "servers without a token"}; '
+        'start the servers with jaxrl serve --host, and name the file with their token in '
+        'rollout.vllm.key_file'
+      )
+    registered = listen is not None and listen.token_file is None
+    if registered and (vllm.discover is not None or vllm.key_file is None):
+      raise UserError(
+        f'{where}: True, but explorers have the key of the registry, with which they could also '
+        'sign; give them another token with rollout.explorers.listen.token_file'
+      )
+
+  @property
+  def is_direct(self) -> bool:
+    """Whether explorers fetch completions from servers themselves."""
+    return self.explorers is not None and self.explorers.direct
 
   @property
   def vllm_servers(self) -> VllmConfig | None:

@@ -132,6 +132,10 @@ class Request:
   """Random key of the request, as uint32 words. The random numbers that sample a token depend on
   this key, the engine's seed, the sample index and the token position.
   """
+  courier: Courier | None = dataclasses.field(default=None, compare=False, repr=False)
+  """Fetches the completions from the servers for an engine that supports it. If None, the engine
+  fetches them. It does not affect their content.
+  """
 
   @property
   def group(self) -> str:
@@ -200,6 +204,55 @@ class Completion:
       raise ValueError(
         f'Completion: segments {self.segments} do not cover {len(self.tokens)} tokens'
       )
+
+
+class Undelivered(Exception):
+  """Nobody delivered the completion of an errand. The engine must fetch it itself."""
+
+
+class Forged(Exception):
+  """The signature of a delivered answer is not that of the answer to the errand's request."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Errand:
+  """Order to fetch one completion from a server, for somebody who is not trusted with tokens that
+  the server did not sample. The server's front signs its answer.
+  """
+
+  nonce: str
+  """Random number that identifies the errand."""
+  address: str
+  """Address of the server's front."""
+  path: str
+  """Path of the POST request."""
+  authorization: str
+  """Authorization header of the request. It permits nothing else than this request."""
+  body: bytes
+  """Body of the request."""
+  deadline_s: float
+  """Seconds within which the completion must be delivered."""
+  read: Callable[[bytes, bytes], Awaitable[Completion]]
+  """Function of (signature, answer) that returns the completion. It raises Forged if the signature
+  is wrong, and the errors of a server's answer if the answer does not match the request.
+  """
+
+
+@runtime_checkable
+class Courier(Protocol):
+  """Fetches completions from servers for an engine. In a run with explorers, it stands for the
+  explorer that requested the completions, so that their tokens reach the master as arrays, and not
+  as a server's JSON.
+  """
+
+  async def fetch(self, errand: Errand) -> Completion:
+    """Returns the completion of an errand.
+
+    Raises:
+      Undelivered: the completion was not delivered in time.
+      Exception: `Errand.read` has raised this exception, which is not Forged.
+    """
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,8 @@ class EngineSetting:
   """Registry in which servers can announce themselves to the run; None if the run has no
   registry.
   """
+  direct: bool = False
+  """Whether explorers fetch completions from servers (`Request.courier`)."""
   on_server: Callable[[str, str], None] = lambda name, how: None
   """Callback for servers from the registry that join or leave. The arguments are the server's name
   and the event: 'joined', 'left', 'expired', 'refused' or 'given up'.

@@ -340,6 +340,17 @@ METRICS: dict[str, str] = {
   'perf/explorers_lost_groups': (
     'Groups taken from explorers that went silent, ended, left or were evicted.'
   ),
+  'perf/direct_delivered': (
+    'Completions that explorers fetched from servers and delivered (rollout.explorers.direct).'
+  ),
+  'perf/direct_undelivered': (
+    'Completions that an explorer was to fetch and did not deliver, so that the master fetched '
+    'them itself.'
+  ),
+  'perf/direct_refused': (
+    "Deliveries without the right signature of the server's front, or that nobody had asked for; "
+    'each of them evicts its explorer.'
+  ),
   'perf/rollout_idle_s': (
     'Seconds since the previous step in which no group was generated or scored.'
   ),

@@ -41,6 +41,7 @@ def config():
     ('stages.grpo.minibatches', '0', ['stages.grpo.minibatches: 0', 'at least 1']),
     ('rollout.vllm.discover', '2', ['rollout.vllm.discover: set', '--config.registry={}']),
     ('rollout.explorers', '{"listen": {}}', ['rollout.explorers.listen.token_file: missing']),
+    ('rollout.explorers', '{"direct": true}', ['rollout.explorers.direct: True', 'fronts sign']),
     (
       'rewards.scorers',
       '[{"name": "code", "options": {"discover": "*"}}]',

@@ -4,6 +4,7 @@ the next is served.
 
 import asyncio
 import base64
+import collections
 import contextlib
 import json
 import os
@@ -50,6 +51,7 @@ from jaxrl_llm.core.net.front import (
   VERIFY,
   Front,
 )
+from jaxrl_llm.core.net.tickets import TicketKeys
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.master.reward_model import Batcher
 from jaxrl_llm.parallel.device import DeviceThread
@@ -59,7 +61,13 @@ from jaxrl_llm.rewards.sandbox.sandbox import Case, Ending, Limits, Sandboxes, W
 from jaxrl_llm.rewards.sandbox.server import SandboxServer, order_body
 from jaxrl_llm.rollout.api import Request, Sampling
 from jaxrl_llm.rollout.explorers import wire
+from jaxrl_llm.rollout.explorers.arrivals import read_delivery
+from jaxrl_llm.rollout.explorers.errands import BadDelivery, Errands, RequestCourier
 from jaxrl_llm.rollout.explorers.explorer import Rejected
+from jaxrl_llm.rollout.explorers.leases import Misbehaved
+from jaxrl_llm.rollout.explorers.wire import Delivery
+from jaxrl_llm.rollout.signed_answer import SignedAnswer
+from jaxrl_llm.rollout.vllm.direct import TicketOffice
 from jaxrl_llm.rollout.vllm.publication import digest
 
 ANSWERED = (200, 400, 401, 403, 404, 405, 408, 409, 410, 411, 413, 414, 415, 417, 422, 431, 505)
@@ -157,6 +165,7 @@ def explorers_message(path, order, samples):
   )
   fields = {
     wire.ALIVE: {'leases': [order['lease'], 'another']},
+    wire.DELIVER: {'lease': order['lease'], **Delivery('n', b'answer', b'signature')._asdict()},
     wire.SAMPLE: {'lease': order['lease'], 'steps': [encode(samples[0])]},
     wire.DONE: {'lease': order['lease']},
     wire.FAILED: {'lease': order['lease'], 'error': 'ValueError: it failed'},
@@ -250,6 +259,44 @@ def test_no_message_of_an_explorer_harms_another(tmp_path, monkeypatch, count):
     services.run(setting.crew.close())
   finally:
     services.close()
+
+
+@COUNTS
+def test_no_altered_delivery_is_accepted(count):
+  """Whatever an explorer changes of a signed answer, its signature or its errand."""
+  keys, tokens = TicketKeys(TOKEN), np.arange(3, dtype=np.int32)
+  logprobs = np.zeros(3, np.float32)
+  answer = SignedAnswer(tokens=tokens, logprobs=logprobs, finish='stop', spans=[('a', 0, 3)])
+  answer = answer.encode()
+  office = TicketOffice('http://127.0.0.1:1', TOKEN)
+  errand = office.errand('0' * 32, b'body', 60.0, tokens=3, parse=SignedAnswer.decode)
+  ticket = keys.read(errand.authorization.encode())
+  honest = Delivery(ticket.nonce, answer, keys.sign(ticket, answer))
+  accepted = 0
+
+  async def deliver(data):
+    nonlocal accepted
+    body = data.draw(encoded(honest._asdict(), msgpack_bytes))
+    errands = Errands(collections.Counter())
+    waiting = asyncio.create_task(RequestCourier(errands).fetch(errand))
+    await asyncio.sleep(0)
+    try:
+      delivery = read_delivery(parse_msgpack(body))
+      await errands.deliver(delivery)
+    except (Misbehaved, BadDelivery) as error:
+      check_line(str(error))
+    except (ValueError, TypeError):
+      pass  # The crew refuses what is not msgpack, or not a map.
+    else:
+      await asyncio.sleep(0)
+      if errands.counts['direct_delivered']:
+        accepted += 1
+        assert delivery == honest and (await waiting).encode() == answer
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+  fuzz(lambda data: asyncio.run(deliver(data)), count, data=st.data())
+  assert accepted, 'some of them are as they were'
 
 
 class Lengths:

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import json
 import os
-import pathlib
 import resource
 import selectors
 import signal
@@ -30,44 +29,21 @@ pytestmark = pytest.mark.full
 TWO = '--config.rollout.explorers={"processes":2,"groups":3}'
 
 
-def explorers(run):
-  """Processes that explore for the run, by name; a guard's command line holds that of its
-  explorer.
-  """
-  found = {}
-  for entry in pathlib.Path('/proc').iterdir():
-    if entry.name.isdecimal():
-      try:
-        words = (entry / 'cmdline').read_bytes().decode().split('\0')
-        log = os.readlink(entry / 'fd' / '1')
-      except OSError:
-        continue
-      names = [
-        word.removeprefix('--name=') for word in words if word.startswith('--name=explorer-')
-      ]
-      own = 'jaxrl_llm.app.serve.explorer' in words and not any(
-        'guard.py' in word for word in words
-      )
-      if names and own and pathlib.Path(log).is_relative_to(run):
-        found[names[0].partition('.')[0]] = int(entry.name)
-  return found
-
-
 def test_explorers_make_what_the_master_would_through_kills_of_theirs_and_of_the_run(tmp_path):
   run = tmp_path / 'run'
   process = job.start(run, TWO)
   job.wait_for_rows(run, 12 + 1, process)
-  first = explorers(run)
+  first = job.explorers(run)
   assert set(first) == {'explorer-0', 'explorer-1'}
   os.kill(first['explorer-0'], signal.SIGKILL)
   job.wait_for_rows(run, 12 + 4, process)
   job.kill(process)
   deadline = time.monotonic() + 30
-  while explorers(run) and time.monotonic() < deadline:
+  while job.explorers(run) and time.monotonic() < deadline:
     time.sleep(0.02)
-  assert not explorers(run), 'they end with the run'
+  assert not job.explorers(run), 'they end with the run'
   job.train(run, TWO)
-  assert not explorers(run)
+  assert not job.explorers(run)
   job.assert_equal_runs(run, job.quick_run())
   assert audit(run / 'replay').ok
 

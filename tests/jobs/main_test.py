@@ -47,6 +47,9 @@ WRITTEN_ELSEWHERE = {
     *('response/max_steps_ratio', 'run/split_trajectories'),
   ),
   'explorers': ('perf/explorers', 'perf/explorers_lost_groups'),
+  'rollout.explorers.direct': (
+    *('perf/direct_delivered', 'perf/direct_undelivered', 'perf/direct_refused'),
+  ),
   'an archive': ('perf/archive_s', 'perf/archive_bytes'),
   'devices that report it': ('perf/max_memory_allocated_gb',),
   'a scorer process that ended': ('run/scorers/breaks',),

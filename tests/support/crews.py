@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 
-from exploring import FakeEngine, make_tokenizer
+from exploring import LETTERS, FakeEngine, make_tokenizer
 
 from jaxrl_llm.app.serve.explorer import command as explorer_command
 from jaxrl_llm.core.net.token_server import FrontConfig
@@ -43,9 +43,24 @@ class FakeHub:
 class Setting:
   """A crew whose explorers are tasks of this event loop and connect over the crew's real socket."""
 
-  def __init__(self, directory, build=None, workflow=None, announce=None, max_tokens=4, **config):
-    self.tokenizer = make_tokenizer(directory / 'tokenizer')
-    self.engine = FakeEngine(self.tokenizer)
+  def __init__(
+    self,
+    directory,
+    build=None,
+    workflow=None,
+    announce=None,
+    max_tokens=4,
+    engine=None,
+    letters=LETTERS,
+    **config,
+  ):
+    """
+    Args:
+      engine: engine in place of the deterministic one.
+      letters: vocabulary of the tokenizer, besides its special tokens.
+    """
+    self.tokenizer = make_tokenizer(directory / 'tokenizer', letters)
+    self.engine = engine or FakeEngine(self.tokenizer)
     self.hub = FakeHub(self.engine)
     self.build = build or (
       lambda config, hub, tokenizer, most, *_: SingleTurn(hub, tokenizer, max_tokens=most)

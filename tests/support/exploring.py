@@ -182,8 +182,8 @@ def make_tasks(count: int, taskset: str = 'train') -> list[Task]:
   ]
 
 
-def make_tokenizer(directory) -> Tokenizer:
-  return build_character_tokenizer([LETTERS], directory, template='plain')
+def make_tokenizer(directory, letters: str = LETTERS) -> Tokenizer:
+  return build_character_tokenizer([letters], directory, template='plain')
 
 
 SEQUENTIAL = SamplerConfig(order='sequential')

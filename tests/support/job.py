@@ -516,3 +516,26 @@ def check_accounts(workdir: pathlib.Path, *, steps: int, processed: bool) -> Non
       report.states['trained'] == steps * 6 * 4
       and max(row['staleness/max'] for row in steps_of) == 2
     )
+
+
+def explorers(run):
+  """Processes that explore for the run, by name; a guard's command line holds that of its
+  explorer.
+  """
+  found = {}
+  for entry in pathlib.Path('/proc').iterdir():
+    if entry.name.isdecimal():
+      try:
+        words = (entry / 'cmdline').read_bytes().decode().split('\0')
+        log = os.readlink(entry / 'fd' / '1')
+      except OSError:
+        continue
+      names = [
+        word.removeprefix('--name=') for word in words if word.startswith('--name=explorer-')
+      ]
+      own = 'jaxrl_llm.app.serve.explorer' in words and not any(
+        'guard.py' in word for word in words
+      )
+      if names and own and pathlib.Path(log).is_relative_to(run):
+        found[names[0].partition('.')[0]] = int(entry.name)
+  return found

@@ -129,10 +129,12 @@ async def fleet_of(
   lora=None,
   discovery=None,
   released=None,
+  direct=False,
   **config,
 ):
   """
   Args:
+    direct: whether explorers fetch completions themselves.
     lora: options of the adapters that are published. If None, whole weights are published.
     released: argument of a release before the start. If None, the fleet is not released.
   """
@@ -155,6 +157,7 @@ async def fleet_of(
     seed=seed,
     run=asyncio.to_thread,
     discovery=discovery,
+    direct=direct,
   )
   if released is not None:
     await fleet.release(released)

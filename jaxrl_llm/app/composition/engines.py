@@ -46,6 +46,7 @@ def engine_setting(
     text=next(texts, ''),
     workdir=workdir,
     registry=registry,
+    direct=config.rollout.is_direct,
     on_server=on_server,
   )
 

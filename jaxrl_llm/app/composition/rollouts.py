@@ -9,6 +9,9 @@ import functools
 from jaxrl_llm.app.composition.prepare import Prepared
 from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.workflows import build_workflow
+from jaxrl_llm.app.rollout_config import RolloutConfig
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.connections import read_key
 from jaxrl_llm.core.net.registry import (
   Kind,
   Lease,
@@ -23,7 +26,9 @@ from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.auxiliary import AuxiliaryModel
 from jaxrl_llm.rollout.explorers.crew import Crew, ExplorersConfig
 from jaxrl_llm.rollout.explorers.explorer import Welcome
+from jaxrl_llm.rollout.explorers.process import ExplorerCommand
 from jaxrl_llm.rollout.untrusted import Bounds
+from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.workflow import Workflow, turns_of
 
 
@@ -87,16 +92,19 @@ def build_rollouts(
       max_prompt=rollout.max_prompt_length,
       tokenizer=tokenizer.files,
     )
+    explorers = _with_key(rollout.explorers, registry)
+    if explorers.direct:
+      _check_tokens(explorers, rollout.vllm, registry)
     crew = Crew(
       hub,
-      _with_key(rollout.explorers, registry),
+      explorers,
       welcome=welcome.row(),
       text=workflow.text,
       turns=functools.partial(turns_of, tokenizer),
       bounds=Bounds(vocab_size=prepared.spec.vocab_size, max_length=rollout.max_length),
       max_steps=rollout.max_steps,
       logs=setup.workdir.absolute() / 'logs',
-      command=setup.explorer_command,
+      command=_with_ca_file(setup.explorer_command, rollout),
       announce=None
       if registry is None
       else functools.partial(_announced, registry, setup.config.name),
@@ -115,6 +123,28 @@ def _with_key(config: ExplorersConfig, registry: Registry | None) -> ExplorersCo
     return config
   listen = dataclasses.replace(listen, token_file=str(registry.key_file))
   return dataclasses.replace(config, listen=listen)
+
+
+def _check_tokens(explorers: ExplorersConfig, vllm: VllmConfig, registry: Registry | None) -> None:
+  """Raises UserError if explorers of other hosts have the token of the servers."""
+  if explorers.listen is None:
+    return
+  theirs = read_key(explorers.listen.token_file, 'rollout.explorers.listen.token_file')
+  servers = read_key(vllm.key_file, 'rollout.vllm.key_file') or (registry and registry.key)
+  if theirs == servers:
+    raise UserError(
+      'rollout.explorers.direct: True, but the token of rollout.explorers.listen is that of the '
+      'servers, with which explorers could sign; give explorers another token'
+    )
+
+
+def _with_ca_file(command: ExplorerCommand, rollout: RolloutConfig) -> ExplorerCommand:
+  """Returns the command of local explorers, with the certificates that verify the servers from
+  which they fetch completions.
+  """
+  if not rollout.is_direct or rollout.vllm.ca_file is None:
+    return command
+  return lambda master, name: [*command(master, name), f'--ca_file={rollout.vllm.ca_file}']
 
 
 def _announced(

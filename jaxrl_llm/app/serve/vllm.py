@@ -32,6 +32,7 @@ from jaxrl_llm.core.net.connections import read_key
 from jaxrl_llm.core.net.front import Front
 from jaxrl_llm.core.net.registry import Kind, Registry, service_name
 from jaxrl_llm.core.net.token_server import FrontConfig
+from jaxrl_llm.rollout.vllm.direct import SigningFront
 from jaxrl_llm.rollout.vllm.discovery import fingerprint
 from jaxrl_llm.rollout.vllm.pull.store import Store
 from jaxrl_llm.rollout.vllm.server import (
@@ -213,14 +214,7 @@ async def serve(
       stack.push_async_callback(server.close)
     for server, config in zip(servers, fronts, strict=True):
       # Start the front before the server, so that a port in use is reported at once.
-      front = config and await stack.enter_async_context(
-        Front(
-          config,
-          upstream=server.address,
-          publish_roots=() if _ROOT.value is None else (_ROOT.value, str(store.root)),
-          handlers=store.handlers,
-        )
-      )
+      front = config and await _open_front(stack, config, server.address, store)
       addresses.append(front.address if front else server.address)
     for server in servers:
       server.start()
@@ -236,6 +230,22 @@ async def serve(
       await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
       for task in (announcer, *keepers):
         task.cancel()
+
+
+async def _open_front(
+  stack: contextlib.AsyncExitStack, config: FrontConfig, upstream: str, store: Store
+) -> Front:
+  """Opens the front of a server, which signs the server's answers to requests with tickets."""
+  signing = SigningFront(upstream, read_key(config.token_file, '--token_file'))
+  stack.push_async_callback(signing.close)
+  front = Front(
+    config,
+    upstream=upstream,
+    publish_roots=() if _ROOT.value is None else (_ROOT.value, str(store.root)),
+    handlers={**store.handlers, **signing.handlers},
+    ticketed=signing.ticketed,
+  )
+  return await stack.enter_async_context(front)
 
 
 async def announce(servers: list[OwnedServer], addresses: list[str]) -> None:

@@ -4,7 +4,7 @@ Invariant: no part of a request reaches the upstream unless the request carries 
 method and path are those of a route, byte for byte (`core.net.server`).
 
 The module also runs on hosts that only serve models and lack JAX, so it imports neither JAX nor any
-module of this package except `core.errors` and three modules of `core.net`.
+module of this package except `core.errors` and four modules of `core.net`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxrl_llm.core.net.server import (
   parse_object,
   split_path,
 )
-from jaxrl_llm.core.net.token_server import FrontConfig, TokenServer
+from jaxrl_llm.core.net.token_server import FrontConfig, TicketHandler, TokenServer
 
 RPC_PATH, UPDATE_PATH, ADAPTER_PATH = '/collective_rpc', '/update_weights', '/v1/load_lora_adapter'
 ROUTES = (
@@ -95,6 +95,7 @@ class Front(TokenServer):
     publish_roots: Sequence[str] = (),
     routes: Sequence[tuple[str, str]] = ROUTES,
     handlers: Mapping[tuple[str, str], Handler] | None = None,
+    ticketed: Mapping[tuple[str, str], TicketHandler] | None = None,
   ):
     """
     Args:
@@ -105,6 +106,8 @@ class Front(TokenServer):
         adapter load names must be below one of them; if empty, it may be anywhere.
       routes: (method, path) pairs of the requests that the front passes on.
       handlers: handlers of requests that the front answers itself, keyed by (method, path).
+      ticketed: handlers of requests that need a ticket in place of the token, keyed by (method,
+        path).
 
     Raises:
       UserError: a file or token cannot be used, or the upstream may be reachable from other hosts.
@@ -118,7 +121,9 @@ class Front(TokenServer):
     self._publish_roots = tuple(os.path.realpath(root) for root in publish_roots)
     self._session: aiohttp.ClientSession | None = None
     self._handlers = dict(handlers or {})
-    super().__init__(config, routes=(*routes, *self._handlers), handle=self._handle)
+    super().__init__(
+      config, routes=(*routes, *self._handlers), handle=self._handle, ticketed=ticketed
+    )
 
   async def start(self) -> str:
     """Starts listening and returns the address. Raises UserError if the address cannot be bound."""

@@ -3,7 +3,7 @@
 Invariant: no request reaches the handler unless it carries the token (`core.net.server`).
 
 The module also runs on hosts that only serve models and lack JAX, so it imports neither JAX nor any
-module of this package except `core.errors` and two modules of `core.net`.
+module of this package except `core.errors` and three modules of `core.net`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import hmac
 import os
 import re
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Self
 
 from aiohttp import web
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.connections import is_loopback
-from jaxrl_llm.core.net.server import Server
+from jaxrl_llm.core.net.server import Refusal, Server, split_path
+from jaxrl_llm.core.net.tickets import Ticket, TicketKeys
 
+TicketHandler = Callable[[web.BaseRequest, Ticket], Awaitable[web.StreamResponse]]
+"""Function that answers a request that was made with a ticket. It may raise Refusal."""
 _TOKEN = re.compile(r'[\x21-\x7e]{16,4096}')
 
 
@@ -69,23 +72,29 @@ class TokenServer:
     *,
     routes: Sequence[tuple[str, str]],
     handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    ticketed: Mapping[tuple[str, str], TicketHandler] | None = None,
   ):
     """
     Args:
       routes: (method, path) pairs of the requests that are handled. The path of a request is
         compared as sent, byte by byte.
       handle: responds to an authenticated request; see `core.net.server.Server`.
+      ticketed: handlers of the requests that need a ticket in place of the token, keyed by
+        (method, path).
 
     Raises:
       UserError: the token file or the TLS files cannot be used.
     """
     self._config = config
-    self._wanted = f'Bearer {_read_token(config.token_file)}'.encode()
+    token = _read_token(config.token_file)
+    self._wanted = f'Bearer {token}'.encode()
     self._tls = _tls_context(config)
+    self._plain, self._ticketed = handle, dict(ticketed or {})
+    self._keys = TicketKeys(token) if self._ticketed else None
     self._server = Server(
-      routes,
-      authenticate=lambda given: hmac.compare_digest(given, self._wanted) or None,
-      handle=lambda request, _: handle(request),
+      (*routes, *self._ticketed),
+      authenticate=self._authenticate,
+      handle=self._answer,
       wanted='wanted one header "Authorization: Bearer TOKEN" with this front\'s token',
     )
 
@@ -120,6 +129,22 @@ class TokenServer:
   async def close(self) -> None:
     """Stops listening and aborts requests in flight."""
     await self._server.close()
+
+  def _authenticate(self, given: bytes) -> bool | Ticket | None:
+    """Returns True for the token, the ticket if there is one, and None for anything else."""
+    if hmac.compare_digest(given, self._wanted):
+      return True
+    return None if self._keys is None else self._keys.read(given)
+
+  async def _answer(self, request: web.BaseRequest, client: bool | Ticket) -> web.StreamResponse:
+    handler = self._ticketed.get((request.method, split_path(request)[0]))
+    if not isinstance(client, Ticket):
+      if handler is not None:
+        raise Refusal(403, 'wanted a ticket for this path, not the token')
+      return await self._plain(request)
+    if handler is None:
+      raise Refusal(403, 'a ticket does not admit to this path')
+    return await handler(request, client)
 
   def _unbound(self, error: OSError) -> UserError:
     host, port = self._config.host, self._config.port

@@ -47,6 +47,8 @@ workflow's error.
 """
 _MIN_SECRET, _MAX_SECRET = 16, 128
 """Minimum and maximum length of an explorer's secret, in characters."""
+_MAX_NONCE = 64
+"""Maximum length of the identifier of an errand, in characters."""
 _MAX_SAMPLES, _MAX_KEY = 4096, 64
 """Maximum number of completions per request, and maximum number of words in a request's random
 key.
@@ -140,6 +142,17 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
     if len(row['key']) > _MAX_KEY:
       raise ValueError(f'key has {len(row["key"])} words, wanted at most {_MAX_KEY}')
     return wire.read_request(row)
+
+
+def read_delivery(body: Mapping[str, Any]) -> wire.Delivery:
+  """Returns what a message delivers for an errand. Raises Misbehaved if the message is malformed.
+  The signature is left for `Errands.deliver` to check.
+  """
+  with _reading('delivery'):
+    check_text(body, 'nonce', _MAX_NONCE)
+    answer, signature = field(body, 'answer', bytes), field(body, 'signature', bytes)
+    problem = one_line(field(body, 'problem', str))
+    return wire.Delivery(body['nonce'], answer, signature, problem)
 
 
 def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:

@@ -16,6 +16,7 @@ Explorers on other hosts connect through a `Front`, an HTTP server that requires
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -36,11 +37,12 @@ from jaxrl_llm.core.process_clock import seconds_metrics
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.records.task import Message, Task
 from jaxrl_llm.core.waits import bounded
-from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.api import Completion, Sampling
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.arrivals import (
   one_line,
   read_attempt,
+  read_delivery,
   read_error,
   read_lease,
   read_leases,
@@ -50,6 +52,7 @@ from jaxrl_llm.rollout.explorers.arrivals import (
   read_steps,
   read_verdict,
 )
+from jaxrl_llm.rollout.explorers.errands import BadDelivery, RequestCourier
 from jaxrl_llm.rollout.explorers.leases import Gone, Leases, LentGroup, Misbehaved, SenderEvicted
 from jaxrl_llm.rollout.explorers.process import ExplorerCommand, ExplorerProcess
 from jaxrl_llm.rollout.explorers.wire import (
@@ -99,6 +102,13 @@ class ExplorersConfig:
   """Maximum seconds for which groups wait without any connected explorer. After that, the run ends
   with an error.
   """
+  direct: bool = False
+  """Whether explorers fetch completions from the servers themselves, with a ticket for each, and
+  deliver them to the master with the signature of the server's front. The master then neither
+  parses the servers' answers nor sends tokens to explorers. Requires `rollout.engine` 'vllm',
+  servers behind fronts (`jaxrl serve --host`), and a token of the servers that explorers do not
+  have. Answers are then not streamed (`rollout.vllm.stream`), unless the master has to fetch them.
+  """
 
   def __post_init__(self):
     if self.processes < 0 or self.groups < 1:
@@ -122,8 +132,8 @@ class Crew:
   """Workflow that is run by explorer processes.
 
   Attributes:
-    counts: the counts of `Leases`, and `repeated`, the number of samples that were ignored because
-      they had already arrived.
+    counts: the counts of `Leases` and `Errands`, and `repeated`, the number of samples that were
+      ignored because they had already arrived.
     address: address for local explorers, set by `start`.
     front: address for explorers on other machines; None if they cannot connect.
   """
@@ -165,7 +175,9 @@ class Crew:
     self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='explorer-texts')
     self._hub, self._config, self._welcome = hub, config, {**welcome, 'groups': config.groups}
     self._logs, self._command, self._announce = logs, command, announce
-    self._nobody_since, self._reported_lost = time.monotonic(), 0
+    self._nobody_since = time.monotonic()
+    self._reported: collections.Counter[str] = collections.Counter()
+    """`counts` when metrics were last taken."""
     self._failure: Exception | None = None
     self._opened = contextlib.AsyncExitStack()
     self._processes: list[ExplorerProcess] = []
@@ -250,10 +262,16 @@ class Crew:
       self._leases.end(group)
 
   def take_metrics(self) -> dict[str, float]:
-    lost, self._reported_lost = self.counts['lost'] - self._reported_lost, self.counts['lost']
+    new, self._reported = self.counts - self._reported, self.counts.copy()
+    direct = {
+      'perf/direct_delivered': new['direct_delivered'],
+      'perf/direct_undelivered': new['direct_undelivered'],
+      'perf/direct_refused': sum(new[f'direct_{how}'] for how in ('unsigned', 'forged', 'unknown')),
+    }
     return {
       'perf/explorers': float(self.explorers),
-      'perf/explorers_lost_groups': float(lost),
+      'perf/explorers_lost_groups': float(new['lost']),
+      **{name: float(count) for name, count in direct.items() if self._config.direct},
       **seconds_metrics('explorers', [self._leases.clock]),
     }
 
@@ -264,6 +282,7 @@ class Crew:
       wire.TAKE: self._take,
       wire.ALIVE: self._alive,
       wire.LEAVE: self._leave,
+      wire.DELIVER: self._deliver,
       wire.SAMPLE: self._sample,
       wire.DONE: self._done,
       wire.FAILED: self._failed,
@@ -320,6 +339,13 @@ class Crew:
 
   async def _leave(self, sender: str, body: dict[str, Any]) -> Any:
     await self._leases.give_up(sender, 'left')
+
+  async def _deliver(self, sender: str, body: dict[str, Any]) -> Any:
+    group, delivery = self._leases.held(read_lease(body), sender), read_delivery(body)
+    try:
+      await group.errands.deliver(delivery)
+    except BadDelivery as error:
+      raise Misbehaved(one_line(error)) from None
 
   async def _sample(self, sender: str, body: dict[str, Any]) -> Any:
     lease = read_lease(body)
@@ -397,16 +423,18 @@ class Crew:
   def _generate(self, body: dict[str, Any], group: LentGroup) -> AsyncIterator[Any]:
     # Tokens are counted for the group that was lent to the explorer, even if the request states
     # another uid.
-    asked = dataclasses.replace(read_request(body, self._bounds), uid=group.name)
+    courier = RequestCourier(group.errands) if self._config.direct else None
+    request = read_request(body, self._bounds)
+    asked = dataclasses.replace(request, uid=group.name, courier=courier)
     generated = group.generated
 
-    async def frames() -> AsyncIterator[Any]:
-      async with contextlib.aclosing(self._hub.generate(asked)) as completions:
-        async for index, completion in completions:
+    async def completions() -> AsyncIterator[tuple[int, Completion]]:
+      async with contextlib.aclosing(self._hub.generate(asked)) as arriving:
+        async for index, completion in arriving:
           generated.add(completion, asked.sampling.temperature)
-          yield [index, completion_row(completion)]
+          yield index, completion
 
-    return frames()
+    return _rows(completions()) if courier is None else courier.frames(completions())
 
   def _score(self, body: dict[str, Any], group: LentGroup) -> AsyncIterator[Any]:
     attempt = read_attempt(body, group)
@@ -460,6 +488,12 @@ class Crew:
         f'explorers: none connected for {self._config.nobody_s:g} s (rollout.explorers.nobody_s); '
         'start one with jaxrl serve --role=explorer, or raise rollout.explorers.processes'
       )
+
+
+async def _rows(completions: AsyncIterator[tuple[int, Completion]]) -> AsyncIterator[Any]:
+  async with contextlib.aclosing(completions):
+    async for index, completion in completions:
+      yield [index, completion_row(completion)]
 
 
 def _packed(answer: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> Handler:

@@ -28,10 +28,10 @@ from jaxrl_llm.core.records.task import Message
 from jaxrl_llm.rewards.api import Attempt, Reward
 from jaxrl_llm.rollout.api import Completion, Request
 from jaxrl_llm.rollout.explorers import wire
+from jaxrl_llm.rollout.explorers.fetching import Fetcher
 from jaxrl_llm.rollout.explorers.wire import (
   attempt_row,
   pack,
-  read_completion,
   read_reward,
   read_sampling,
   read_task,
@@ -105,6 +105,7 @@ class Link:
     name: full name by which the master knows the explorer.
     sender: fields that identify the explorer in every message. They include a secret that only the
       explorer and the master know.
+    fetcher: fetches completions from servers.
 
   Raises:
     MasterLost: the master does not respond. Any method may raise this.
@@ -118,8 +119,8 @@ class Link:
     Args:
       address: `unix:/path`, `http://host:port` or `https://host:port`.
       key: bearer token for HTTP addresses.
-      ca_file: PEM file of the authority that signed the master's certificate. If None, the system's
-        authorities are used.
+      ca_file: PEM file of the authority that signed the certificates of the master and of the
+        servers' fronts. If None, the system's authorities are used.
       name: first part of the explorer's full name.
 
     Raises:
@@ -128,9 +129,11 @@ class Link:
     secret = secrets.token_hex(16)
     self.name, self.sender = wire.identity(name, secret), {'name': name, 'secret': secret}
     self._client = Client(address, key=key, ca_file=ca_file, where='master', max_bytes=_MAX_BYTES)
+    self.fetcher = Fetcher(ca_file)
 
   async def close(self) -> None:
     await self._client.close()
+    await self.fetcher.close()
 
   async def call(self, path: str, *, deadline_s: float = 30.0, **body: Any) -> Any:
     async with self._posted(path, body, deadline_s) as response:
@@ -186,10 +189,34 @@ class _LeasedHub:
     self._link, self._lease = link, lease
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    async for index, row in self._link.stream(
-      wire.GENERATE, lease=self._lease, request=request_row(request)
-    ):
-      yield index, read_completion(row)
+    answers: dict[str, bytes] = {}
+    errands: set[asyncio.Task] = set()
+    try:
+      async for frame in self._link.stream(
+        wire.GENERATE, lease=self._lease, request=request_row(request)
+      ):
+        if isinstance(frame, dict):
+          errands.add(asyncio.create_task(self._run_errand(frame, answers)))
+          continue
+        index, row = frame
+        yield index, wire.joined_completion(row, answers)
+    finally:
+      for errand in errands:
+        errand.cancel()
+      await asyncio.gather(*errands, return_exceptions=True)
+
+  async def _run_errand(self, errand: wire.Row, answers: dict[str, bytes]) -> None:
+    """Fetches the completion of an errand and delivers it to the master. Adds the server's answer
+    to `answers`, keyed by nonce.
+    """
+    delivery = await self._link.fetcher.fetch(errand)
+    answers[delivery.nonce] = delivery.answer
+    deliver = functools.partial(self._link.call, wire.DELIVER, lease=self._lease)
+    try:
+      # Retrying is safe, because the master ignores a completion that has already arrived.
+      await _patiently(lambda: deliver(**delivery._asdict()))
+    except (MasterLost, RunError) as error:  # The master ends the request, or fetches it itself.
+      logging.info('a completion was not delivered: %s', error)
 
   async def score(self, attempt: Attempt) -> Reward:
     return read_reward(await self._one(wire.SCORE, attempt=attempt_row(attempt)))

@@ -23,6 +23,7 @@ from absl import logging
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.process_clock import ProcessClock
 from jaxrl_llm.rollout.contract import Roster, check_verdict
+from jaxrl_llm.rollout.explorers.errands import Errands
 from jaxrl_llm.rollout.explorers.generated import Generated
 from jaxrl_llm.rollout.explorers.wire import TAKE_S
 from jaxrl_llm.rollout.workflow import Rollout
@@ -78,6 +79,8 @@ class LentGroup:
   """
   generated: Generated = dataclasses.field(default_factory=Generated)
   """Completions that the engine has generated for the current lease of the group."""
+  errands: Errands = dataclasses.field(default_factory=lambda: Errands(collections.Counter()))
+  """Completions that the current holder fetches from servers."""
   evicted_holders: set[str] = dataclasses.field(default_factory=set)
   """Labels of explorers that were evicted while the group was lent to them. A label is an
   explorer's name without the part that is derived from its secret.
@@ -186,7 +189,8 @@ class Leases:
       if name not in self._heard:  # The explorer was removed during the wait.
         return None
       self._waiting.remove(group)
-    group.lease, group.generated = secrets.token_hex(16), Generated()
+    group.lease = secrets.token_hex(16)
+    group.generated, group.errands = Generated(), Errands(self.counts)
     group.holder, group.lent = name, time.monotonic()
     self._lent[group.lease] = group
     self._measure()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -19,19 +19,21 @@ from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.records.task import Media, Task
 from jaxrl_llm.core.types import Json, Version
 from jaxrl_llm.rewards.api import Attempt, Reward, Verdict
-from jaxrl_llm.rollout.api import Completion, Request, Sampling
+from jaxrl_llm.rollout.api import Completion, Errand, Request, Sampling
 from jaxrl_llm.rollout.repetition import RepetitionDetection
+from jaxrl_llm.rollout.signed_answer import SignedAnswer
 
 HELLO, TAKE, ALIVE, LEAVE = '/hello', '/take', '/alive', '/leave'
-GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED = (
+GENERATE, DELIVER, SCORE, ASK, SAMPLE, DONE, FAILED = (
   '/generate',
+  '/deliver',
   '/score',
   '/ask',
   '/sample',
   '/done',
   '/failed',
 )
-PATHS = (HELLO, TAKE, ALIVE, LEAVE, GENERATE, SCORE, ASK, SAMPLE, DONE, FAILED)
+PATHS = (HELLO, TAKE, ALIVE, LEAVE, GENERATE, DELIVER, SCORE, ASK, SAMPLE, DONE, FAILED)
 """Paths of the master's HTTP server. All of them take POST requests."""
 EVICTED = 409
 """HTTP status of every response to an evicted explorer."""
@@ -75,7 +77,9 @@ def read_task(row: Row) -> Task:
 
 
 def request_row(request: Request) -> Row:
-  return {**_fields(request), 'sampling': sampling_row(request.sampling)}
+  row = {**_fields(request), 'sampling': sampling_row(request.sampling)}
+  del row['courier']  # The master chooses who fetches the completions.
+  return row
 
 
 def read_request(row: Row) -> Request:
@@ -106,6 +110,43 @@ def read_completion(row: Row) -> Completion:
     finish=Finish(row['finish']),
     segments=tuple(segments),
   )
+
+
+class Delivery(NamedTuple):
+  """What an explorer delivers for an errand (`rollout.api.Errand`)."""
+
+  nonce: str
+  answer: bytes = b''
+  """Answer of the server, in the form that its front has signed; empty if there is none."""
+  signature: bytes = b''
+  problem: str = ''
+  """Reason why the explorer has no answer; empty if it has one."""
+
+
+def errand_row(errand: Errand) -> Row:
+  """Returns the part of an errand that an explorer needs."""
+  names = ('nonce', 'address', 'path', 'authorization', 'body', 'deadline_s')
+  return {name: getattr(errand, name) for name in names}
+
+
+def reference_row(nonce: str, completion: Completion) -> Row:
+  """Returns a completion without its arrays, for an explorer that has them from an errand."""
+  row = completion_row(completion)
+  del row['tokens'], row['logprobs']
+  return {**row, 'nonce': nonce}
+
+
+def joined_completion(row: Row, answers: dict[str, bytes]) -> Completion:
+  """Returns the completion of a row. The arrays of a row of `reference_row` are taken from the
+  signed answer with its nonce, which is removed from `answers`.
+  """
+  if (nonce := row.get('nonce')) is None:
+    return read_completion(row)
+  answer = SignedAnswer.decode(answers.pop(nonce))
+  # The master may have cut the answer, at a repetition for example.
+  count = row['segments'][-1][1] if row['segments'] else 0
+  tokens, logprobs = answer.tokens[:count], answer.logprobs[:count]
+  return read_completion({**row, 'tokens': tokens.tobytes(), 'logprobs': logprobs.tobytes()})
 
 
 def attempt_row(attempt: Attempt) -> Row:

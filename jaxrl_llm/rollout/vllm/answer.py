@@ -10,8 +10,9 @@ response raises `Malformed` or `UserError`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from jaxrl_llm.core.net.client import Malformed, parse_json
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import CUT, Completion, Request
+from jaxrl_llm.rollout.signed_answer import SignedAnswer
 
 _UNDRAWABLE = -9000.0
 """Lower limit for the logprob of a sampled token. vLLM writes -9999 for minus infinity."""
@@ -99,12 +101,61 @@ def read_completion(
     Malformed: the response does not match the request.
     UserError: the server does not apply the request's repetition rule.
   """
+  with _reading(engine, request):
+    return _checked(_of_adapter(_parse(data), adapter), request, engine, labels)
+
+
+def signed_answer(data: bytes) -> bytes:
+  """Returns a server's response to a request for one sample in the form that its front signs.
+  Raises ValueError if the response does not have vLLM's format.
+  """
+  choice = _parse(data)
+  return SignedAnswer(
+    tokens=choice.tokens,
+    logprobs=choice.logprobs,
+    finish=choice.finish_reason,
+    spans=[(span['version'], span['start'], span['end']) for span in choice.spans],
+  ).encode()
+
+
+def read_signed(
+  answer: bytes,
+  request: Request,
+  *,
+  engine: str,
+  labels: Mapping[str, Version],
+  adapter: str | None = None,
+) -> Completion:
+  """Returns the completion in an answer that a front has signed (`signed_answer`). For the other
+  arguments and the exceptions, see `read_completion`.
+  """
+  with _reading(engine, request):
+    signed = SignedAnswer.decode(answer)
+    if len(signed.tokens) != len(signed.logprobs):
+      raise ValueError(f'{len(signed.logprobs)} logprobs for its {len(signed.tokens)} tokens')
+    names = ('version', 'start', 'end')
+    choice = _Choice(
+      tokens=signed.tokens,
+      logprobs=signed.logprobs,
+      finish_reason=signed.finish,
+      spans=[dict(zip(names, span, strict=True)) for span in signed.spans],
+    )
+    return _checked(_of_adapter(choice, adapter), request, engine, labels)
+
+
+def _of_adapter(choice: _Choice, adapter: str | None) -> _Choice:
+  """Returns the completion with the label of its adapter, if it is from an adapter."""
+  if adapter is None:
+    return choice
+  span = {'version': adapter, 'start': 0, 'end': len(choice.tokens)}
+  return dataclasses.replace(choice, spans=[span])
+
+
+@contextlib.contextmanager
+def _reading(engine: str, request: Request) -> Iterator[None]:
+  """Converts exceptions about the content of an answer to Malformed."""
   try:
-    choice = _parse(data)
-    if adapter is not None:
-      span = {'version': adapter, 'start': 0, 'end': len(choice.tokens)}
-      choice = dataclasses.replace(choice, spans=[span])
-    return _checked(choice, request, engine, labels)
+    yield
   except (KeyError, TypeError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError.
     reason = ' '.join(str(error).split())[:300]
     raise Malformed(
@@ -133,20 +184,12 @@ def read_stream(
 
   For the other arguments and the exceptions, see `read_completion`.
   """
-  try:
+  with _reading(engine, request):
     choice, reason, counts = _parse_events(data, name)
     if choice.finish_reason in (None, _ABORT):
       kept = int(sum(counts[: data[:known].count(_END)]))
       return _begun(choice, request, kept, reason or choice.finish_reason or '')
-    if adapter is not None:
-      span = {'version': adapter, 'start': 0, 'end': len(choice.tokens)}
-      choice = dataclasses.replace(choice, spans=[span])
-    return _checked(choice, request, engine, labels)
-  except (KeyError, TypeError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError.
-    reason = ' '.join(str(error).split())[:300]
-    raise Malformed(
-      f'{engine}: answer to {request.uid}: {type(error).__name__}: {reason}'
-    ) from None
+    return _checked(_of_adapter(choice, adapter), request, engine, labels)
 
 
 def _parse_events(data: bytes, name: str) -> tuple[_Choice, str, list[int]]:

@@ -143,6 +143,23 @@ class StreamingServer(EngineServer, Protocol):
 
 
 @runtime_checkable
+class DirectServer(EngineServer, Protocol):
+  """Client of a server whose front signs its answers, so that somebody else can fetch them."""
+
+  async def check_front(self) -> None:
+    """Raises Refused if no front signs the server's answers, and Lost if it does not respond."""
+    ...
+
+  async def fetch(
+    self, request: Request, index: int, *, seed: int, deadline_s: float
+  ) -> Completion:
+    """Samples completion `index` of a request, like `generate`, and has `request.courier` fetch it.
+    Raises Undelivered if the courier does not deliver it.
+    """
+    ...
+
+
+@runtime_checkable
 class SpeculativeServer(EngineServer, Protocol):
   """Client of a server that decodes speculatively. Adds the calls that the self-test needs."""
 

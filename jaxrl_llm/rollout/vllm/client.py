@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
@@ -24,8 +25,9 @@ from jaxrl_llm.core import background
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Client, Lost, Malformed, Refused, RemoteError, parse_json
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rollout.api import Completion, Request
-from jaxrl_llm.rollout.vllm.answer import Begun, read_completion, read_stream
+from jaxrl_llm.rollout.api import Completion, Request, Undelivered
+from jaxrl_llm.rollout.vllm.answer import Begun, read_completion, read_signed, read_stream
+from jaxrl_llm.rollout.vllm.direct import TicketOffice
 from jaxrl_llm.rollout.vllm.publication import Publication
 from jaxrl_llm.rollout.vllm.stream import Arrivals, Broken
 
@@ -90,6 +92,7 @@ class VllmClient:
     """HTTP clients. `_samples` sends the requests for samples, in the event loop for responses;
     `_calls` sends all other requests.
     """
+    self._tickets = TicketOffice(address, key)
     self._labels: dict[str, Version] = {}
     """Versions published through this client, keyed by label. Completions with other labels are
     rejected.
@@ -212,6 +215,41 @@ class VllmClient:
     body['sampling_params']['stream_interval'] = arrivals.interval
     receiving = self._receive(body, request, self.adapter, arrivals, deadline_s)
     return await self._sampled(receiving, request)
+
+  async def check_front(self) -> None:
+    """Raises Refused if no front signs the server's answers, and Lost if it does not respond."""
+    await self._tickets.front(self.call)
+
+  async def fetch(
+    self, request: Request, index: int, *, seed: int, deadline_s: float
+  ) -> Completion:
+    """Generates one completion of a request, like `generate`, and has the request's courier fetch
+    it.
+
+    Raises:
+      Undelivered: the courier has not delivered the completion.
+      Lost, UserError: as in `generate`.
+    """
+    assert request.courier is not None, 'nobody fetches completions'
+    try:
+      front = await self._tickets.front(self.call)
+    except Refused as error:
+      raise Undelivered(str(error)) from None
+    adapter = None if self.adapter is None else self.adapter.label
+    errand = self._tickets.errand(
+      front,
+      json.dumps(self._body(request, index, seed)).encode(),
+      deadline_s,
+      tokens=request.max_tokens,
+      parse=functools.partial(
+        read_signed, request=request, engine=self.name, labels=self._labels, adapter=adapter
+      ),
+    )
+    try:
+      return await request.courier.fetch(errand)
+    except Undelivered:
+      self._tickets.forget()
+      raise
 
   def _body(self, request: Request, index: int, seed: int) -> dict[str, Any]:
     """Returns the body of the request for one sample. For the arguments, see `generate`."""

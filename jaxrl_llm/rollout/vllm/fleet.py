@@ -27,7 +27,7 @@ from jaxrl_llm.core.net.registry import LOOK_S, Lease
 from jaxrl_llm.core.process_clock import TOKENS, seconds_metrics
 from jaxrl_llm.core.types import Json, Version
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.api import Completion, Probe, Request, Weights
+from jaxrl_llm.rollout.api import Completion, Probe, Request, Undelivered, Weights
 from jaxrl_llm.rollout.vllm.answer import Begun
 from jaxrl_llm.rollout.vllm.discovery import Discovery
 from jaxrl_llm.rollout.vllm.dispatch import Dispatcher
@@ -82,6 +82,7 @@ class Fleet:
     name: str = 'vllm',
     check_tokenizer: Callable[[Replica], Awaitable[None]] | None = None,
     adapter_rank: int = 0,
+    direct: bool = False,
     discovery: Discovery | None = None,
   ):
     """
@@ -96,6 +97,8 @@ class Fleet:
       check_tokenizer: raises a UserError if a server tokenizes text differently from the policy.
       adapter_rank: rank of the adapters that `folder` publishes, or 0 if it publishes whole
         weights.
+      direct: whether all servers must have fronts that sign, because requests have couriers
+        (`Request.courier`).
       discovery: finds servers that join and leave. If None, `replicas` are the only servers.
     """
     self.name = name
@@ -123,6 +126,7 @@ class Fleet:
       max_length=max_length,
       speculative=config.speculative,
       adapter_rank=adapter_rank,
+      direct=direct,
     )
     self._tolerance = config.probe_tolerance
     if self._tolerance is None:
@@ -844,6 +848,9 @@ class Fleet:
   async def _complete(self, request: Request, index: int) -> Completion:
     """Generates one completion, with up to `max_retries` retries, each of which continues after the
     tokens that have arrived. Retries after a server has left the fleet do not count.
+
+    If the request's courier does not deliver the completion, the fleet fetches it itself. The
+    courier's word is no reason to repair a server, and this retry does not count either.
     """
     answer = Answer(request)
     error: Exception | None = None
@@ -872,6 +879,10 @@ class Fleet:
         error = Lost(
           f'{replica.name}: returned tokens of a version it was not proven to have loaded'
         )
+      except Undelivered as undelivered:
+        error = undelivered
+        answer.missing = dataclasses.replace(answer.missing, courier=None)
+        continue
       except Lost as lost:
         error = lost
         if replica.state == ReplicaState.SERVING and replica.life == life:

@@ -23,6 +23,7 @@ from jaxrl_llm.core.process_clock import ProcessClock
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Probe, Request
 from jaxrl_llm.rollout.vllm.api import (
+  DirectServer,
   EngineServer,
   ServerProcess,
   SleepingServer,
@@ -67,6 +68,8 @@ class Requirements:
   """Whether speculative decoding is configured, so that servers are allowed to use it."""
   adapter_rank: int = 0
   """Rank of the adapters that the server will load, or 0 if it loads whole weights."""
+  direct: bool = False
+  """Whether explorers will fetch completions from the server, whose front must then sign them."""
 
 
 class Unproven(Exception):
@@ -96,6 +99,7 @@ class Replica:
         must then be a `CacheKeepingServer`.
     """
     self._keeps_cache, self._streams = keeps_cache, isinstance(client, StreamingServer)
+    self._is_direct = isinstance(client, DirectServer)
     self.name, self.client, self.server = name, client, server
     self.transfer: Transfer = transfer or FileTransfer()
     self._state = ReplicaState.DOWN
@@ -199,19 +203,22 @@ class Replica:
     self, request: Request, index: int, *, seed: int, deadline_s: float, stream: int | None = None
   ) -> Completion:
     """Calls `EngineServer.generate`, or `StreamingServer.stream` for an answer that may be longer
-    than `stream` tokens. Counts the running requests, because an adapter update on CPUs waits until
-    no request is running.
+    than `stream` tokens, or `DirectServer.fetch` for a request with a courier. Counts the running
+    requests, because an adapter update on CPUs waits until no request is running.
 
     Args:
       stream: see `VllmConfig.stream`.
 
     Raises:
+      Undelivered: the courier has not delivered the completion.
       Broken: a streamed answer broke off. The tokens in the exception were sampled by the version
         that `sampled_with` named when this method was called.
     """
     self._sampling += 1
     self._drained.clear()
     try:
+      if request.courier is not None and self._is_direct:
+        return await self.client.fetch(request, index, seed=seed, deadline_s=deadline_s)
       if stream is None or request.max_tokens <= stream or not self._streams:
         return await self.client.generate(request, index, seed=seed, deadline_s=deadline_s)
       updates = self._updates if self.sampled_with is not None else None
@@ -449,6 +456,8 @@ class Replica:
       _check_model(where, tensors, wanted)
     for worker in workers:
       _check_worker(where, worker, wanted)
+    if wanted.direct:
+      await self._check_front(where)
     try:
       await self.transfer.connect(self.client)
     except RemoteError as error:
@@ -462,6 +471,17 @@ class Replica:
       await self.client.warm_up(sampled=not wanted.speculative, deadline_s=deadline_s)
     except RemoteError as error:
       raise UserError(f'{where}: cannot generate ({error}); read its log, and restart it') from None
+
+  async def _check_front(self, where: str) -> None:
+    try:
+      if not isinstance(self.client, DirectServer):
+        raise Refused('its client cannot have others fetch completions')
+      await self.client.check_front()
+    except RemoteError as error:
+      raise UserError(
+        f'{where}: no front signs its answers ({error}), which rollout.explorers.direct requires; '
+        'start it with jaxrl serve --host, or set rollout.explorers.direct=False'
+      ) from None
 
 
 JAX_DEVICE = 'jax'

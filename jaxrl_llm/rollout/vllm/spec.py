@@ -121,6 +121,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
     seed=setting.seed,
     run=run,
     check_tokenizer=lambda replica: _check_tokenizer(replica, setting),
+    direct=setting.direct,
     discovery=discovery,
   )
 

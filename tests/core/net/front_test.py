@@ -1381,6 +1381,7 @@ def test_the_module_is_light():
     'jaxrl_llm.core.net.token_server',
     'jaxrl_llm.core.net.front',
     'jaxrl_llm.core.net.server',
+    'jaxrl_llm.core.net.tickets',
   }
   assert set(done.stdout.split()) == own
 

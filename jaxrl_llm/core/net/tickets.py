@@ -1,0 +1,95 @@
+"""Tickets and signatures. A ticket is the right to make one request at a front, for a client that
+does not have the front's token. The front signs its answer, so that whoever issued the ticket can
+check an answer that the client passes on.
+
+Invariants: without the token, nobody can make a ticket or sign an answer. A signature covers the
+ticket, and the ticket covers the body of the request, so the signed answer to one request does not
+pass as the answer to another one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import re
+import secrets
+from typing import NamedTuple
+
+SIGNATURE_BYTES = 32
+"""Length of a signature in bytes."""
+_SCHEME = b'Ticket '
+"""Beginning of the Authorization header that carries a ticket."""
+_TICKET = re.compile(rb'([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{64})\.([0-9a-f]{64})')
+_COST = {'n': 1 << 14, 'r': 8, 'p': 1, 'maxmem': 64 << 20}
+"""Cost of scrypt: 16 MiB and about 50 ms."""
+
+
+class Ticket(NamedTuple):
+  """The right to make one request at one front. All fields are hexadecimal."""
+
+  nonce: str
+  """Random number that identifies the ticket."""
+  front: str
+  """Random number that the front has chosen when it started."""
+  digest: str
+  """SHA-256 of the body of the request."""
+
+  def permits(self, body: bytes) -> bool:
+    """Returns whether the ticket is for a request with this body."""
+    return hmac.compare_digest(self.digest, hashlib.sha256(body).hexdigest())
+
+  def encoded(self) -> bytes:
+    return '.'.join(self).encode()
+
+
+class TicketKeys:
+  """The keys for tickets and for signatures of answers, which are derived from a front's token."""
+
+  def __init__(self, token: str):
+    self._tickets, self._answers = _derived(token)
+
+  def issue(self, front: str, body: bytes) -> Ticket:
+    """Returns a new ticket for a request with this body at a front."""
+    return Ticket(secrets.token_hex(16), front, hashlib.sha256(body).hexdigest())
+
+  def header(self, ticket: Ticket) -> str:
+    """Returns the Authorization header for a request with a ticket."""
+    text = ticket.encoded()
+    return f'{_SCHEME.decode()}{text.decode()}.{_mac(self._tickets, text).hex()}'
+
+  def read(self, header: bytes) -> Ticket | None:
+    """Returns the ticket in an Authorization header. Returns None if there is none, or if it was
+    not issued with these keys.
+    """
+    parts = _TICKET.fullmatch(header.removeprefix(_SCHEME))
+    if parts is None or not header.startswith(_SCHEME):
+      return None
+    ticket = Ticket(*(part.decode() for part in parts.groups()[:-1]))
+    wanted = _mac(self._tickets, ticket.encoded()).hex().encode()
+    return ticket if hmac.compare_digest(parts[4], wanted) else None
+
+  def sign(self, ticket: Ticket, answer: bytes) -> bytes:
+    """Returns the signature of the answer to the request of a ticket."""
+    return _mac(self._answers, ticket.encoded(), answer)
+
+  def is_signed(self, ticket: Ticket, answer: bytes, signature: bytes) -> bool:
+    """Returns whether the signature is that of the answer to the request of a ticket."""
+    return hmac.compare_digest(signature, self.sign(ticket, answer))
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+  """Returns the HMAC-SHA256 of the parts. All parts but the last must have a constant length."""
+  code = hmac.new(key, digestmod=hashlib.sha256)
+  for part in parts:
+    code.update(part)
+  return code.digest()
+
+
+@functools.cache
+def _derived(token: str) -> tuple[bytes, bytes]:
+  """Returns two independent keys."""
+  # The derivation is slow, because explorers could otherwise find a weak token by trying tokens
+  # until one of them explains a ticket.
+  keys = hashlib.scrypt(token.encode(), salt=b'jaxrl_llm tickets 1', dklen=64, **_COST)
+  return keys[:32], keys[32:]

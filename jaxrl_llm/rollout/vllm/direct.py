@@ -1,0 +1,184 @@
+"""Completions that explorers fetch from servers directly: the part of a server's front, which signs
+its answers, and the part of the fleet's client, which issues tickets and checks the signatures.
+
+A front signs what its server answered to a request, tokens with logprobs and labels of weights, for
+the ticket of the request. The fleet treats a completion with the right signature like one that it
+has fetched itself: the labels must be those of versions that the server was proven to have loaded.
+
+Invariant: a completion is accepted only if the front of the server that the fleet chose answered
+exactly the fleet's request with it. A ticket names that front and the digest of the request's body,
+and therefore the prompt, the sampling parameters and the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+
+from aiohttp import web
+
+from jaxrl_llm.core import background
+from jaxrl_llm.core.net.client import Client, Lost, Malformed, Refused
+from jaxrl_llm.core.net.front import MAX_BODY, Handler
+from jaxrl_llm.core.net.server import SERVER, Refusal, begin_upload
+from jaxrl_llm.core.net.tickets import Ticket, TicketKeys
+from jaxrl_llm.core.net.token_server import TicketHandler
+from jaxrl_llm.core.types import Json
+from jaxrl_llm.rollout.api import Completion, Errand, Forged
+from jaxrl_llm.rollout.vllm.answer import signed_answer
+
+FRONT_PATH, SIGNED_PATH = '/direct/front', '/direct/generate'
+"""Paths of a front: the number that the front has chosen at its start, and requests for samples
+with a ticket.
+"""
+_UPSTREAM_PATH = '/inference/v1/generate'
+_MAX_ANSWER_BYTES = 1 << 28
+_REMEMBERED = 1 << 16
+"""Number of used tickets that a front remembers. The fleet remembers all that it waits for."""
+
+
+class SigningFront:
+  """Handlers of a front for requests with tickets."""
+
+  def __init__(self, upstream: str, token: str):
+    """
+    Args:
+      upstream: address of the server behind the front.
+      token: token of the front.
+    """
+    self._id, self._keys = secrets.token_hex(16), TicketKeys(token)
+    self._client = Client(
+      upstream, key=None, ca_file=None, where='front', max_bytes=_MAX_ANSWER_BYTES
+    )
+    self._used: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+  @property
+  def handlers(self) -> Mapping[tuple[str, str], Handler]:
+    return {('GET', FRONT_PATH): self._identify}
+
+  @property
+  def ticketed(self) -> Mapping[tuple[str, str], TicketHandler]:
+    return {('POST', SIGNED_PATH): self._generate}
+
+  async def close(self) -> None:
+    await self._client.close()
+
+  async def _identify(self, request: web.BaseRequest) -> web.Response:
+    return web.json_response({'front': self._id}, headers=SERVER)
+
+  async def _generate(self, request: web.BaseRequest, ticket: Ticket) -> web.Response:
+    """Answers with the signature, followed by the signed answer."""
+    body = await (await begin_upload(request, MAX_BODY)).read()
+    self._redeem(ticket, body)
+    try:
+      # Wait 'upstream': bounded by the client, which cancels the request by hanging up.
+      async with self._client.request(
+        'POST',
+        _UPSTREAM_PATH,
+        body,
+        label='the server behind this front',
+        deadline_s=None,
+        headers={'Content-Type': 'application/json'},
+      ) as response:
+        data = await response.read()
+      # A thread is used, because parsing a long answer would block the event loop.
+      answer = await asyncio.to_thread(signed_answer, data)
+    except Refused as refused:
+      raise Refusal(refused.status or 400, str(refused)) from None
+    except (Lost, ValueError, KeyError, TypeError) as error:
+      raise Refusal(502, f'no completion: {" ".join(str(error).split())[:300]}') from None
+    signature = self._keys.sign(ticket, answer)
+    return web.Response(
+      body=signature + answer, content_type='application/octet-stream', headers=SERVER
+    )
+
+  def _redeem(self, ticket: Ticket, body: bytes) -> None:
+    """Raises Refusal unless the ticket permits this request, for the first time."""
+    if ticket.front != self._id:
+      raise Refusal(403, 'the ticket is for another front, or from before this one started')
+    if not ticket.permits(body):
+      raise Refusal(403, 'the ticket is for a request with another body')
+    if ticket.nonce in self._used:
+      raise Refusal(403, 'the ticket has been used')
+    self._used[ticket.nonce] = None
+    if len(self._used) > _REMEMBERED:
+      self._used.popitem(last=False)
+
+
+class TicketOffice:
+  """Issues tickets for the front of one server, and checks what is delivered for them."""
+
+  def __init__(self, address: str, key: str | None):
+    """
+    Args:
+      address: address of the front.
+      key: token of the front; None if the server has no front.
+    """
+    self._address, self._key = address, key
+    self._front: str | None = None
+    """Number of the front; None until it is asked for, and after an errand has failed."""
+
+  async def front(self, call: Callable[..., Awaitable[Json]]) -> str:
+    """Returns the number of the front.
+
+    Args:
+      call: `VllmClient.call`.
+
+    Raises:
+      Refused: the server has no front that signs.
+      Lost: the front does not answer.
+    """
+    if self._key is None or self._address.startswith('unix:'):
+      raise Refused(f'{self._address} has no front')
+    if self._front is None:
+      answer = await call('GET', FRONT_PATH)
+      front = answer.get('front') if isinstance(answer, dict) else None
+      if not (isinstance(front, str) and len(front) == 32):
+        raise Malformed(f'{self._address}: {FRONT_PATH}: answered {str(answer)[:80]}')
+      self._front = front
+    return self._front
+
+  def errand(
+    self,
+    front: str,
+    body: bytes,
+    deadline_s: float,
+    *,
+    tokens: int,
+    parse: Callable[[bytes], Completion],
+  ) -> Errand:
+    """Returns an errand for a request.
+
+    Args:
+      front: number of the front.
+      body: body of the request.
+      tokens: maximum number of tokens of the completion.
+      parse: reads a signed answer, in a thread if it may be long.
+    """
+    assert self._key is not None, '`front` has raised an error'
+    keys = TicketKeys(self._key)
+    ticket = keys.issue(front, body)
+
+    def read_checked(signature: bytes, answer: bytes) -> Completion:
+      if not keys.is_signed(ticket, answer, signature):
+        raise Forged(f'{len(answer)} bytes without the signature of {self._address}')
+      return parse(answer)
+
+    async def read(signature: bytes, answer: bytes) -> Completion:
+      return await background.by_length(tokens, read_checked, signature, answer)
+
+    return Errand(
+      nonce=ticket.nonce,
+      address=self._address,
+      path=SIGNED_PATH,
+      authorization=keys.header(ticket),
+      body=body,
+      deadline_s=deadline_s,
+      read=read,
+    )
+
+  def forget(self) -> None:
+    """Forgets the number of the front, which may have been started again."""
+    self._front = None

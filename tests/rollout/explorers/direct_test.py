@@ -1,0 +1,315 @@
+"""Explorers that fetch completions from servers themselves are trusted no more than others."""
+
+import asyncio
+import collections
+import dataclasses
+import hashlib
+import json
+import secrets
+
+import aiohttp
+import direct
+import numpy as np
+import pytest
+import serving
+from direct import SERVERS, TASK, Rogue, direct_crew, direct_fleet, rogue_crew
+from fleets import GENERATE, MODEL, places, until
+
+from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.client import Lost
+from jaxrl_llm.core.net.tickets import TicketKeys
+from jaxrl_llm.rollout.api import Errand, Undelivered
+from jaxrl_llm.rollout.explorers.errands import Errands, RequestCourier
+from jaxrl_llm.rollout.explorers.explorer import Evicted
+from jaxrl_llm.rollout.explorers.wire import Delivery
+from jaxrl_llm.rollout.signed_answer import SignedAnswer
+from jaxrl_llm.rollout.vllm.direct import FRONT_PATH, SIGNED_PATH
+from jaxrl_llm.rollout.vllm.replica import ReplicaState
+
+
+async def group_of(setting):
+  """The samples of the group, by uid."""
+  return await setting.samples(setting.crew, TASK)
+
+
+def test_the_samples_are_those_that_the_master_fetches(tmp_path):
+  found = []
+
+  async def main():
+    for number, is_direct in enumerate((False, True)):
+      folder = tmp_path / str(number)
+      folder.mkdir()
+      async with direct_crew(folder, direct=is_direct) as (setting, (place,), fleet):
+        found.append(await group_of(setting))
+        counts = setting.crew.counts
+        assert counts == ({'direct_delivered': 3} if is_direct else {})
+        assert len(place.asked) == 3 and fleet.counts['completions'] == 3
+        metrics = setting.crew.take_metrics()
+        assert ('perf/direct_delivered' in metrics) == is_direct
+
+  direct.run(main)
+  assert found[0] == found[1] and len(found[0]) == 3
+
+
+def altered(answer, **fields):
+  return dataclasses.replace(SignedAnswer.decode(answer), **fields).encode()
+
+
+def other_tokens(delivery, *_):
+  tokens = SignedAnswer.decode(delivery.answer).tokens
+  return delivery._replace(answer=altered(delivery.answer, tokens=tokens[::-1].copy()))
+
+
+def other_logprobs(delivery, *_):
+  signed = SignedAnswer.decode(delivery.answer)
+  logprobs = np.nextafter(signed.logprobs, np.float32(0))  # The smallest possible change.
+  return delivery._replace(answer=altered(delivery.answer, logprobs=logprobs))
+
+
+def other_version(delivery, *_):
+  ((_, start, end),) = SignedAnswer.decode(delivery.answer).spans
+  return delivery._replace(answer=altered(delivery.answer, spans=[('0.7', start, end)]))
+
+
+def other_finish(delivery, *_):
+  return delivery._replace(answer=altered(delivery.answer, finish='stop'))
+
+
+def unsigned(delivery, *_):
+  return delivery._replace(signature=b'')
+
+
+def cut_signature(delivery, *_):
+  return delivery._replace(signature=delivery.signature[:-1])
+
+
+def of_another_errand(delivery, other):
+  return delivery._replace(nonce=other['nonce'])
+
+
+def of_another_job(delivery, errand):
+  """Signed with the token of another job, for a ticket with the same nonce."""
+  keys = TicketKeys('token-of-another-job-0123456789')
+  ticket = keys.issue(secrets.token_hex(16), errand['body'])._replace(nonce=delivery.nonce)
+  return delivery._replace(signature=keys.sign(ticket, delivery.answer))
+
+
+def of_nobody(delivery, *_):
+  return delivery._replace(nonce=secrets.token_hex(16))
+
+
+def no_answer(delivery, *_):
+  return delivery._replace(answer=b'', signature=bytes(32))
+
+
+FORGERIES = {
+  other_tokens: 'forged',
+  other_logprobs: 'forged',
+  other_version: 'forged',
+  other_finish: 'forged',
+  cut_signature: 'forged',
+  of_another_errand: 'forged',
+  of_another_job: 'forged',
+  no_answer: 'forged',
+  unsigned: 'unsigned',
+  of_nobody: 'unknown',
+}
+
+
+@pytest.mark.parametrize('forge', FORGERIES, ids=lambda forge: forge.__name__)
+def test_a_forged_completion_evicts_its_explorer_and_the_group_is_made_by_another(tmp_path, forge):
+  async def main():
+    async with direct_crew(tmp_path) as (setting, _, fleet):
+      wanted = await group_of(setting)
+      await setting.dismiss('honest')
+      setting.crew.counts.clear()
+      making = asyncio.create_task(group_of(setting))
+      rogue = await Rogue(setting).begin(samples=2)
+      errand, other = await rogue.errands.get(), await rogue.errands.get()
+      delivery = forge(await rogue.fetched(errand), other)
+      with pytest.raises(Evicted) as caught:
+        await rogue.deliver(delivery)
+      line = str(caught.value)
+      assert 'rogue' in line and delivery.nonce in line and '\n' not in line
+      with pytest.raises(Evicted):
+        await rogue.deliver(delivery)
+      setting.come('honest')
+      assert await making == wanted
+      counts = setting.crew.counts
+      assert counts[f'direct_{FORGERIES[forge]}'] == counts['evicted'] == counts['lost'] == 1
+      assert setting.crew.take_metrics()['perf/direct_refused'] == 1
+      assert fleet.counts['restarts'] == fleet.replicas[0].failures == 0
+      await rogue.close()
+
+  direct.run(main)
+
+
+def test_a_completion_that_comes_again_or_too_late_is_ignored(tmp_path):
+  async def main():
+    async with rogue_crew(tmp_path) as (setting, _, fleet):
+      making = asyncio.create_task(group_of(setting))
+      rogue = await Rogue(setting).begin(samples=2)
+      first, second = [await rogue.fetched(await rogue.errands.get()) for _ in range(2)]
+      counts = setting.crew.counts
+      await rogue.deliver(first)
+      await rogue.deliver(first)
+      assert counts == {'direct_delivered': 1, 'direct_repeated': 1}
+      await rogue.stop_asking()
+      await until(lambda: counts['direct_undelivered'])
+      await rogue.deliver(second)
+      assert counts['direct_late'] == 1 and counts['evicted'] == 0
+      assert fleet.counts['completions'] == 1
+      await rogue.close()
+      setting.come('honest')
+      assert len(await making) == 3
+
+  direct.run(main)
+
+
+def test_the_engine_waits_for_no_delivery_beyond_its_deadline():
+  async def read(*_):
+    raise AssertionError('it is too late')
+
+  async def main():
+    counts = collections.Counter()
+    errands = Errands(counts)
+    fields = dict.fromkeys(('address', 'path', 'authorization'), '')
+    errand = Errand(nonce='n', body=b'', deadline_s=0.01, read=read, **fields)
+    with pytest.raises(Undelivered, match='has not delivered it within'):
+      await RequestCourier(errands).fetch(errand)
+    await errands.deliver(Delivery('n', answer=b'a', signature=b's'))
+    assert counts == {'direct_undelivered': 1, 'direct_late': 1}
+
+  direct.run(main)
+
+
+def test_the_engine_fetches_what_an_explorer_cannot_and_blames_no_server(tmp_path):
+  async def main():
+    async with rogue_crew(tmp_path) as (setting, (place,), fleet):
+      making = asyncio.create_task(group_of(setting))
+      rogue = await Rogue(setting).begin()
+      errand = await rogue.errands.get()
+      await rogue.deliver(Delivery(errand['nonce'], problem='no route to host'))
+      await rogue._asking
+      assert setting.crew.counts['direct_undelivered'] == 1 and len(place.asked) == 1
+      assert fleet.replicas[0].failures == 0 and fleet.counts['restarts'] == 0
+      with pytest.raises(Lost, match='is no longer held'):
+        await rogue.link.call('/deliver', lease='another', **Delivery('a')._asdict())
+      await rogue.close()
+      setting.come('honest')
+      assert len(await making) == 3
+
+  direct.run(main)
+
+
+def test_the_engine_fetches_what_a_lost_explorer_had_not_delivered(tmp_path):
+  async def main():
+    async with rogue_crew(tmp_path) as (setting, _, _):
+      making = asyncio.create_task(group_of(setting))
+      rogue = await Rogue(setting).begin()
+      errand = await rogue.errands.get()
+      delivery = await rogue.fetched(errand)
+      await rogue.close()
+      setting.come('honest')
+      assert len(await making) == 3
+      late = setting.link('rogue')
+      with pytest.raises(Lost, match='is no longer held'):
+        await late.call('/deliver', lease=rogue.order['lease'], **delivery._asdict())
+      await late.close()
+
+  direct.run(main)
+
+
+def test_tokens_of_weights_that_nobody_published_are_not_accepted(tmp_path):
+  """The front signs what a server says that has been started again; its label is not the run's."""
+
+  async def main():
+    async with direct_crew(tmp_path) as (setting, (place,), fleet):
+      await place.restart()
+      samples = await group_of(setting)
+      assert len(samples) == 3 and fleet.counts['completions'] == 3
+      assert fleet.replicas[0].life > 0, 'it was given the weights again'
+      assert setting.crew.counts['evicted'] == 0
+
+  direct.run(main)
+
+
+# The front.
+
+
+async def post(errand, **fields):
+  """(status, text)"""
+  errand = {**errand, **fields}
+  url = errand['address'] + errand.get('path', SIGNED_PATH)
+  headers = {'Authorization': errand['authorization']}
+  async with (
+    aiohttp.ClientSession(headers=headers) as session,
+    session.post(url, data=errand['body']) as response,
+  ):
+    return response.status, (await response.read()).decode(errors='replace')
+
+
+def test_a_ticket_is_good_for_its_request_once_and_for_nothing_else(tmp_path):
+  async def main():
+    async with rogue_crew(tmp_path) as (setting, (place,), _):
+      making = asyncio.create_task(group_of(setting))
+      rogue = await Rogue(setting).begin()
+      errand = await rogue.errands.get()
+      body = json.loads(errand['body'])
+      body['sampling_params']['temperature'] = 0.5
+      assert 'another body' in await said(post(errand, body=json.dumps(body).encode()))
+      for path in (GENERATE, '/pause', FRONT_PATH):
+        method = {'path': path}
+        assert (await post(errand, **method))[0] in (403, 405), path
+      other = await direct_front(tmp_path, place)
+      assert 'another front' in await said(post(errand, address=other.address))
+      forged = errand['authorization'][:-1] + ('0' if errand['authorization'][-1] != '0' else '1')
+      assert (await post(errand, authorization=forged))[0] == 401
+      assert 'wanted a ticket' in await said(post(errand, authorization=f'Bearer {SERVERS}'))
+      assert place.asked == [], 'none of them reached the server'
+      assert (await post(errand))[0] == 200 and len(place.asked) == 1
+      assert 'has been used' in await said(post(errand))
+      assert len(place.asked) == 1
+      await rogue.close()
+      setting.come('honest')
+      await making
+
+  async def said(answer):
+    status, text = await answer
+    assert status == 403
+    return text
+
+  async def direct_front(folder, place):
+    return await direct.Fronts(folder).open(place.address)
+
+  direct.run(main)
+
+
+def test_a_server_without_a_front_that_signs_is_refused(tmp_path):
+  async def main():
+    async with places(tmp_path, 1) as made:
+      with pytest.raises(UserError, match=r'no front signs its answers.*jaxrl serve --host'):
+        async with serving.attached(MODEL, [made[0].address], tmp_path, direct=True):
+          pass
+    async with direct_fleet(tmp_path) as (_, fleet):
+      assert fleet.replicas[0].state == ReplicaState.SERVING
+
+  direct.run(main)
+
+
+def test_keys_differ_by_token_and_purpose():
+  keys, others = TicketKeys('a' * 16), TicketKeys('b' * 16)
+  ticket = keys.issue('0' * 32, b'body')
+  header = keys.header(ticket).encode()
+  assert keys.read(header) == ticket and others.read(header) is None
+  assert ticket.digest == hashlib.sha256(b'body').hexdigest() and ticket.permits(b'body')
+  assert keys.read(header.replace(b'Ticket ', b'Bearer ')) is None
+  for at in range(len('Ticket '), len(header)):
+    changed = bytearray(header)
+    changed[at] = ord('0') if changed[at] != ord('0') else ord('1')
+    assert keys.read(bytes(changed)) is None
+  signature = keys.sign(ticket, b'answer')
+  assert keys.is_signed(ticket, b'answer', signature)
+  assert not keys.is_signed(ticket, b'answes', signature)
+  assert not others.is_signed(ticket, b'answer', signature)
+  assert signature.hex() not in header.decode()
