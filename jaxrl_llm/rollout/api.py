@@ -277,13 +277,13 @@ class SharedWrite:
   count: int
   """Number of processes."""
   reports: Callable[[], Awaitable[list[Json]]]
-  """Returns what `ShareWriter.write` has returned in each process, in the order of their numbers.
-  The value of process 0 is None. After `decide`, it returns the results of
-  `ShareWriter.write_decided`.
+  """Function that returns the result of `ShareWriter.write` in each process, ordered by process
+  number. The value of process 0 is None. After `decide`, the function returns the results of
+  `ShareWriter.write_decided` instead.
   """
   decide: Callable[[Json], Awaitable[None]]
-  """Sends a decision to the other processes, if `ShareWriter.awaits_decision`. `reports` must be
-  called before and after it.
+  """Function that sends the engine's decision to the other processes. It is needed only if
+  `ShareWriter.awaits_decision` returns True. Call `reports` before and after this function.
   """
 
 

@@ -471,7 +471,8 @@ class Publisher:
       can = await asyncio.to_thread(self._writer.can_write, order, *place)
     seen = await coordinator.gather(can)
     if not all(seen):
-      self._writer = None  # In every process, and for good.
+      # Every process gives up writing shares, for the rest of the run.
+      self._writer = None
       return None
 
     async def reports() -> list[Json]:

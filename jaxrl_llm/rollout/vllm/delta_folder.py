@@ -132,8 +132,8 @@ class DeltaFolder(PublicationFolder):
   ) -> ShareReport:
     if self._image is None or self._image.count != count:
       self._image = ShareImage(self._spec, self._dtype, 0, count)
-    # If an error occurs before the version is complete, the images contain none, and the next
-    # version is published in full.
+    # If an error occurs before the version is complete, the images contain no complete version. The
+    # next version is then published in full.
     self._before, self._newest, self._token = self._newest, None, order.token
     return self._image.take(order, leaves)
 

@@ -471,7 +471,9 @@ class Fleet:
       self._version = version
 
   async def _prepare_all(self, current: _Current) -> dict[Replica, RemoteError]:
-    """Brings a version close to all servers. Returns the errors of those where this failed."""
+    """Prepares the update of all serving servers to a version, for example by fetching the files to
+    their hosts. Returns the errors of the servers for which this failed.
+    """
     live = [replica for replica in self.replicas if replica.state == ReplicaState.SERVING]
     failures = {}
 
@@ -508,7 +510,8 @@ class Fleet:
 
   async def _transact(self, replica: Replica, current: _Current) -> None:
     await replica.recognise()
-    await self._prepare(replica, current)  # Done already, unless the server has been away.
+    # This call does nothing if the version was prepared earlier, unless the server was away since.
+    await self._prepare(replica, current)
     try:
       await self._send(replica, current)
     except (Refused, Unproven) as error:

@@ -71,7 +71,8 @@ class ShareImage:
     """
 
   def take(self, order: ShareOrder, leaves: Iterable[tuple[str, np.ndarray]]) -> ShareReport:
-    """Takes the next version, and collects what has changed.
+    """Takes the next version into the image. Collects the changed elements if `order` says so and
+    the image contains the version to compare with.
 
     Raises UserError if the parameters do not match the model.
     """

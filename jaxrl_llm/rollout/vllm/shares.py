@@ -155,8 +155,8 @@ class ImageOrder(NamedTuple):
   """Order to every process to take a version into its image, a copy of its share (`ShareImage`)."""
 
   before: str | None
-  """Token of the version that the images contain, with which the next one is compared; None if the
-  next one must be written whole, without a comparison.
+  """Token of the version that the images contain, with which the next version is compared. None if
+  the next version must be written whole, without a comparison.
   """
   collect: bool
   """Whether to collect the changes for a delta."""

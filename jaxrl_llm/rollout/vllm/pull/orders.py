@@ -56,10 +56,10 @@ class FetchOrder:
   def providers(self, number: int, bundle: Bundle, file: str) -> tuple[Provider, ...]:
     """Returns the hosts from which this host can fetch a piece of a file of a bundle, best first.
 
-    The hosts form a ring. A piece's first host gets it from the trainer, and each of the others
-    from the first host of the ring, starting at that one, that works. Thus the trainer sends each
-    piece once, no host sends a piece more often than there are other hosts, and no two hosts wait
-    for each other.
+    The hosts form a ring. A piece's first host gets the piece from the trainer. Every other host
+    gets it from the first working host, counted along the ring from the piece's first host. Thus
+    the trainer sends each piece once, no host sends a piece more often than there are other hosts,
+    and no two hosts wait for each other.
 
     Args:
       number: number of the piece.

@@ -106,7 +106,7 @@ class _Holding:
 
 @dataclasses.dataclass
 class _Arrival:
-  """Progress of a piece."""
+  """Progress of a piece that is being fetched."""
 
   position: int
   """Position in the file of the next byte to arrive."""
@@ -259,7 +259,9 @@ class Store:
     return self._clients[address]
 
   def _holding(self, bundle: Bundle) -> _Holding:
-    """Returns what this host has of a bundle, with a directory and files of the final sizes."""
+    """Returns the state of a bundle on this host. The state is new and empty if the host does not
+    have the bundle, or if files of the complete bundle were removed.
+    """
     holding = self._holdings.get(bundle.id)
     if holding is not None and holding.is_complete and not holding.is_present:
       holding = None  # Something else has removed files of this host's memory.
