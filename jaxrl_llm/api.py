@@ -83,7 +83,7 @@ _NAMES = (
   ('jaxrl_llm.objectives.surrogates', 'SurrogateTokens TokenLoss'),
   ('jaxrl_llm.ops.reduce', 'Aggregation'),
   ('jaxrl_llm.batching.plan', 'Row'),
-  # Errors
+  # Exceptions
   ('jaxrl_llm.core.errors', 'RunError UserError'),
 )
 """(module, names imported from it, separated by spaces) pairs, grouped by use."""

@@ -133,8 +133,8 @@ class Request:
   this key, the engine's seed, the sample index and the token position.
   """
   courier: Courier | None = dataclasses.field(default=None, compare=False, repr=False)
-  """Fetches the completions from the servers for an engine that supports it. If None, the engine
-  fetches them. It does not affect their content.
+  """Courier that fetches the completions from the servers, if the engine supports couriers. If
+  None, the engine fetches them itself. The courier does not affect the content of the completions.
   """
 
   @property
@@ -207,17 +207,19 @@ class Completion:
 
 
 class Undelivered(Exception):
-  """Nobody delivered the completion of an errand. The engine must fetch it itself."""
+  """Raised when the completion of an errand was not delivered. The engine must fetch it itself."""
 
 
 class Forged(Exception):
-  """The signature of a delivered answer is not that of the answer to the errand's request."""
+  """Raised when a delivered answer does not have the signature of the answer to the errand's
+  request.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Errand:
-  """Order to fetch one completion from a server, for somebody who is not trusted with tokens that
-  the server did not sample. The server's front signs its answer.
+  """Order to fetch one completion from a server. The receiver of the order need not be trusted,
+  because the server's front signs the answer.
   """
 
   nonce: str
@@ -227,22 +229,23 @@ class Errand:
   path: str
   """Path of the POST request."""
   authorization: str
-  """Authorization header of the request. It permits nothing else than this request."""
+  """Authorization header of the request. It permits only this request."""
   body: bytes
   """Body of the request."""
   deadline_s: float
   """Seconds within which the completion must be delivered."""
   read: Callable[[bytes, bytes], Awaitable[Completion]]
   """Function of (signature, answer) that returns the completion. It raises Forged if the signature
-  is wrong, and the errors of a server's answer if the answer does not match the request.
+  is wrong. If the answer does not match the request, it raises the same errors as for an answer
+  that the engine has fetched itself.
   """
 
 
 @runtime_checkable
 class Courier(Protocol):
-  """Fetches completions from servers for an engine. In a run with explorers, it stands for the
-  explorer that requested the completions, so that their tokens reach the master as arrays, and not
-  as a server's JSON.
+  """Fetches completions from servers for an engine. In a run with explorers, the explorer that
+  requested the completions fetches them. Their tokens then reach the master as arrays instead of a
+  server's JSON.
   """
 
   async def fetch(self, errand: Errand) -> Completion:

@@ -1,5 +1,5 @@
-"""The form in which a front signs a server's answer, for completions that an explorer fetches
-(`rollout.api.Errand`).
+"""The form in which a front signs a server's answer. It is used for completions that explorers
+fetch (`rollout.api.Errand`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class SignedAnswer:
 
   @classmethod
   def decode(cls, data: bytes) -> SignedAnswer:
-    """Raises ValueError, KeyError or TypeError if the data is not an encoded answer."""
+    """Returns the answer that `encode` has encoded. Raises ValueError, KeyError or TypeError if the
+    data is not an encoded answer.
+    """
     row = parse_msgpack(data)
     return cls(
       tokens=np.frombuffer(row['tokens'], '<i4').astype(np.int32),

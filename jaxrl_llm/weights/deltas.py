@@ -97,7 +97,8 @@ class Image:
     """
     Args:
       itemsize: size of an element in bytes.
-      limit: size in bytes that a delta must be below to be collected; None for that of the tensors.
+      limit: limit of the size of a delta in bytes. A delta is collected only if it is smaller. If
+        None, the limit is the size of the tensors.
     """
     self._limit = layout.nbytes if limit is None else limit
     self.bytes = np.zeros(layout.size, np.uint8)

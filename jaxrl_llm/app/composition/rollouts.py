@@ -126,7 +126,9 @@ def _with_key(config: ExplorersConfig, registry: Registry | None) -> ExplorersCo
 
 
 def _check_tokens(explorers: ExplorersConfig, vllm: VllmConfig, registry: Registry | None) -> None:
-  """Raises UserError if explorers of other hosts have the token of the servers."""
+  """Raises UserError if explorers of other hosts have the servers' token, with which they could
+  sign completions.
+  """
   if explorers.listen is None:
     return
   theirs = read_key(explorers.listen.token_file, 'rollout.explorers.listen.token_file')
@@ -139,8 +141,8 @@ def _check_tokens(explorers: ExplorersConfig, vllm: VllmConfig, registry: Regist
 
 
 def _with_ca_file(command: ExplorerCommand, rollout: RolloutConfig) -> ExplorerCommand:
-  """Returns the command of local explorers, with the certificates that verify the servers from
-  which they fetch completions.
+  """Returns the command of local explorers. If they fetch completions from servers, the command
+  gets the CA certificates with which they verify the servers.
   """
   if not rollout.is_direct or rollout.vllm.ca_file is None:
     return command

@@ -1,10 +1,10 @@
-"""Tickets and signatures. A ticket is the right to make one request at a front, for a client that
-does not have the front's token. The front signs its answer, so that whoever issued the ticket can
-check an answer that the client passes on.
+"""Tickets and signatures. With a ticket, a client that does not have a front's token may send one
+request to the front. The front signs its answer. If the client passes the answer on, the issuer of
+the ticket can therefore check the answer.
 
 Invariants: without the token, nobody can make a ticket or sign an answer. A signature covers the
-ticket, and the ticket covers the body of the request, so the signed answer to one request does not
-pass as the answer to another one.
+ticket, and the ticket covers the body of the request. The signed answer to one request is therefore
+not accepted as the answer to another request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COST = {'n': 1 << 14, 'r': 8, 'p': 1, 'maxmem': 64 << 20}
 
 
 class Ticket(NamedTuple):
-  """The right to make one request at one front. All fields are hexadecimal."""
+  """The right to send one request to one front. All fields are hexadecimal."""
 
   nonce: str
   """Random number that identifies the ticket."""
@@ -70,11 +70,11 @@ class TicketKeys:
     return ticket if hmac.compare_digest(parts[4], wanted) else None
 
   def sign(self, ticket: Ticket, answer: bytes) -> bytes:
-    """Returns the signature of the answer to the request of a ticket."""
+    """Returns the signature of an answer to the request that the ticket permits."""
     return _mac(self._answers, ticket.encoded(), answer)
 
   def is_signed(self, ticket: Ticket, answer: bytes, signature: bytes) -> bool:
-    """Returns whether the signature is that of the answer to the request of a ticket."""
+    """Returns whether `signature` belongs to the answer to the request that the ticket permits."""
     return hmac.compare_digest(signature, self.sign(ticket, answer))
 
 
@@ -88,8 +88,8 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 @functools.cache
 def _derived(token: str) -> tuple[bytes, bytes]:
-  """Returns two independent keys."""
-  # The derivation is slow, because explorers could otherwise find a weak token by trying tokens
-  # until one of them explains a ticket.
+  """Returns two independent keys derived from a token: for tickets, and for signatures."""
+  # The derivation is slow on purpose. Otherwise, an explorer could find a weak token by trying
+  # tokens until one of them fits a ticket.
   keys = hashlib.scrypt(token.encode(), salt=b'jaxrl_llm tickets 1', dklen=64, **_COST)
   return keys[:32], keys[32:]

@@ -131,7 +131,9 @@ class TokenServer:
     await self._server.close()
 
   def _authenticate(self, given: bytes) -> bool | Ticket | None:
-    """Returns True for the token, the ticket if there is one, and None for anything else."""
+    """Returns True if the header contains the token, the ticket if it contains a valid ticket, and
+    None otherwise.
+    """
     if hmac.compare_digest(given, self._wanted):
       return True
     return None if self._keys is None else self._keys.read(given)

@@ -145,8 +145,8 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
 
 
 def read_delivery(body: Mapping[str, Any]) -> wire.Delivery:
-  """Returns what a message delivers for an errand. Raises Misbehaved if the message is malformed.
-  The signature is left for `Errands.deliver` to check.
+  """Returns the delivery for an errand in a message. Raises Misbehaved if the message is malformed.
+  Does not check the signature; `Errands.deliver` checks it.
   """
   with _reading('delivery'):
     check_text(body, 'nonce', _MAX_NONCE)

@@ -103,11 +103,12 @@ class ExplorersConfig:
   with an error.
   """
   direct: bool = False
-  """Whether explorers fetch completions from the servers themselves, with a ticket for each, and
-  deliver them to the master with the signature of the server's front. The master then neither
-  parses the servers' answers nor sends tokens to explorers. Requires `rollout.engine` 'vllm',
-  servers behind fronts (`jaxrl serve --host`), and a token of the servers that explorers do not
-  have. Answers are then not streamed (`rollout.vllm.stream`), unless the master has to fetch them.
+  """Whether explorers fetch completions from the servers themselves. They get a ticket for each
+  completion, and deliver it to the master with the signature of the server's front. The master then
+  neither parses the servers' answers nor sends tokens to explorers. Requires `rollout.engine`
+  'vllm', servers behind fronts (`jaxrl serve --host`), and a token of the servers that explorers do
+  not have. Answers are then not streamed (`rollout.vllm.stream`), unless the master has to fetch
+  them.
   """
 
   def __post_init__(self):
@@ -177,7 +178,7 @@ class Crew:
     self._logs, self._command, self._announce = logs, command, announce
     self._nobody_since = time.monotonic()
     self._reported: collections.Counter[str] = collections.Counter()
-    """`counts` when metrics were last taken."""
+    """Copy of `counts` from the last time that metrics were taken."""
     self._failure: Exception | None = None
     self._opened = contextlib.AsyncExitStack()
     self._processes: list[ExplorerProcess] = []

@@ -1,5 +1,5 @@
-"""Errands of the engine that an explorer runs: completions that it fetches from servers directly
-and delivers to the master.
+"""Errands: orders of the engine to an explorer to fetch completions directly from servers, and to
+deliver them to the master.
 
 Invariant: for each errand, at most one completion is accepted: the first that is delivered under
 the errand's lease, if the server's front has signed it for this errand.
@@ -25,11 +25,11 @@ _WARN_S = 60
 
 
 class BadDelivery(Exception):
-  """An explorer delivered what no correct explorer delivers."""
+  """Raised for a delivery that a correct explorer never sends."""
 
 
 class _State(enum.Enum):
-  """What has become of an errand."""
+  """State of an errand."""
 
   OPEN = 'open'
   DELIVERED = 'delivered'
@@ -48,11 +48,11 @@ class Errands:
   """The errands of one lease.
 
   Attributes:
-    counts: number of completions that were delivered (`direct_delivered`), that were not and were
-      left to the engine (`direct_undelivered`), that came again (`direct_repeated`) or too late
-      (`direct_late`), and of bad deliveries: without a signature (`direct_unsigned`), with a wrong
-      one (`direct_forged`), or for an errand that was not given under this lease
-      (`direct_unknown`).
+    counts: counters, keyed by name. `direct_delivered` counts the delivered completions, and
+      `direct_undelivered` those that the engine must fetch itself. `direct_repeated` and
+      `direct_late` count repeated and late deliveries. Bad deliveries lack a signature
+      (`direct_unsigned`), have a wrong one (`direct_forged`), or name an errand that was not given
+      under this lease (`direct_unknown`).
   """
 
   def __init__(self, counts: collections.Counter[str]):
@@ -62,8 +62,9 @@ class Errands:
     self._open: dict[str, _Open] = {}
 
   async def deliver(self, delivery: Delivery) -> None:
-    """Accepts a completion, or the explorer's reason why it has none. Ignores a repeated or late
-    delivery, which correct explorers send, too. Raises BadDelivery for what they never send.
+    """Accepts a completion, or the reason why the explorer has none. Ignores repeated and late
+    deliveries, which correct explorers send, too. Raises BadDelivery for a delivery that a correct
+    explorer never sends.
     """
     nonce, state = delivery.nonce, self._states.get(delivery.nonce)
     if state is None:
@@ -82,7 +83,7 @@ class Errands:
       result = await errand.read(delivery.signature, delivery.answer)
     except Forged as error:
       self._refuse('forged', f'the completion for {nonce} is forged: {error}')
-    except Exception as error:  # The front has signed it, so the server is at fault.
+    except Exception as error:  # The front has signed the answer, so the server is at fault.
       if not completion.done():
         completion.set_exception(error)
       return
@@ -95,7 +96,7 @@ class Errands:
     raise BadDelivery(why)
 
   def _leave(self, nonce: str, completion: asyncio.Future[Completion], why: str) -> None:
-    """Leaves a completion to the engine."""
+    """Closes an errand, so that the engine fetches the completion itself."""
     self._states[nonce] = _State.CLOSED
     self.counts['direct_undelivered'] += 1
     logging.log_every_n_seconds(
@@ -118,14 +119,14 @@ class Errands:
         self._leave(nonce, completion, why)
       return completion.result()
     finally:
-      completion.cancel()  # This has no effect if it has arrived.
+      completion.cancel()  # This has no effect if the completion has arrived.
       del self._open[nonce]
-      if self._states[nonce] == _State.OPEN:  # The engine was cancelled.
+      if self._states[nonce] == _State.OPEN:  # The engine's call was cancelled.
         self._states[nonce] = _State.CLOSED
 
   def close(self, courier: RequestCourier) -> None:
-    """Leaves the open errands of a request to the engine, because the explorer no longer makes the
-    request.
+    """Closes the open errands of a request, because the explorer no longer waits for the request.
+    The engine then fetches the completions itself.
     """
     for nonce in courier.nonces & self._open.keys():
       if not (completion := self._open[nonce].completion).done():
@@ -133,8 +134,8 @@ class Errands:
 
 
 class RequestCourier:
-  """Courier for the completions of one request of an explorer (`rollout.api.Courier`). Its errands
-  reach the explorer in the response to that request.
+  """Courier for the completions of one request of an explorer (`rollout.api.Courier`). The errands
+  are sent to the explorer in the response to this request.
 
   Attributes:
     nonces: nonces of the request's errands.

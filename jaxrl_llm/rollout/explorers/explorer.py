@@ -215,7 +215,8 @@ class _LeasedHub:
     try:
       # Retrying is safe, because the master ignores a completion that has already arrived.
       await _patiently(lambda: deliver(**delivery._asdict()))
-    except (MasterLost, RunError) as error:  # The master ends the request, or fetches it itself.
+    except (MasterLost, RunError) as error:
+      # The master ends the request, or fetches the completion itself.
       logging.info('a completion was not delivered: %s', error)
 
   async def score(self, attempt: Attempt) -> Reward:

@@ -12,7 +12,7 @@ _MAX_BYTES = 1 << 28
 
 
 class Fetcher:
-  """Makes the requests of errands."""
+  """Runs errands: sends their requests to the servers' fronts."""
 
   def __init__(self, ca_file: str | None):
     """

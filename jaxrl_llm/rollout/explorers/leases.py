@@ -80,7 +80,7 @@ class LentGroup:
   generated: Generated = dataclasses.field(default_factory=Generated)
   """Completions that the engine has generated for the current lease of the group."""
   errands: Errands = dataclasses.field(default_factory=lambda: Errands(collections.Counter()))
-  """Completions that the current holder fetches from servers."""
+  """Errands of the current holder: completions that it fetches from servers."""
   evicted_holders: set[str] = dataclasses.field(default_factory=set)
   """Labels of explorers that were evicted while the group was lent to them. A label is an
   explorer's name without the part that is derived from its secret.

@@ -113,7 +113,7 @@ def read_completion(row: Row) -> Completion:
 
 
 class Delivery(NamedTuple):
-  """What an explorer delivers for an errand (`rollout.api.Errand`)."""
+  """Delivery of an explorer for an errand (`rollout.api.Errand`): an answer, or a problem."""
 
   nonce: str
   answer: bytes = b''
@@ -124,13 +124,13 @@ class Delivery(NamedTuple):
 
 
 def errand_row(errand: Errand) -> Row:
-  """Returns the part of an errand that an explorer needs."""
+  """Returns the fields of an errand that an explorer needs, keyed by name."""
   names = ('nonce', 'address', 'path', 'authorization', 'body', 'deadline_s')
   return {name: getattr(errand, name) for name in names}
 
 
 def reference_row(nonce: str, completion: Completion) -> Row:
-  """Returns a completion without its arrays, for an explorer that has them from an errand."""
+  """Returns a completion without its arrays, for an explorer that has them from its errand."""
   row = completion_row(completion)
   del row['tokens'], row['logprobs']
   return {**row, 'nonce': nonce}
@@ -143,7 +143,7 @@ def joined_completion(row: Row, answers: dict[str, bytes]) -> Completion:
   if (nonce := row.get('nonce')) is None:
     return read_completion(row)
   answer = SignedAnswer.decode(answers.pop(nonce))
-  # The master may have cut the answer, at a repetition for example.
+  # The master may have cut the answer, for example at a repetition.
   count = row['segments'][-1][1] if row['segments'] else 0
   tokens, logprobs = answer.tokens[:count], answer.logprobs[:count]
   return read_completion({**row, 'tokens': tokens.tobytes(), 'logprobs': logprobs.tobytes()})

@@ -144,7 +144,7 @@ def read_signed(
 
 
 def _of_adapter(choice: _Choice, adapter: str | None) -> _Choice:
-  """Returns the completion with the label of its adapter, if it is from an adapter."""
+  """Returns the completion, labelled with the adapter that sampled it, if there is one."""
   if adapter is None:
     return choice
   span = {'version': adapter, 'start': 0, 'end': len(choice.tokens)}

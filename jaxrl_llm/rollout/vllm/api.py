@@ -28,8 +28,8 @@ class EngineServer(Protocol):
   name: str
   """Name in segments and messages."""
   address: str
-  """Address of the server, such as `unix:/path` or `https://host:port`. Error messages quote it,
-  and a server found through `discover` is matched to its lease by it.
+  """Address of the server, such as `unix:/path` or `https://host:port`. Error messages quote it. It
+  also identifies the lease of a server that was found through `discover`.
   """
   adapter: Publication | None
   """Adapter that new completions use; None for the base model. The server's `Replica` resets it to

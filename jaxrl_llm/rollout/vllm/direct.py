@@ -1,13 +1,13 @@
-"""Completions that explorers fetch from servers directly: the part of a server's front, which signs
-its answers, and the part of the fleet's client, which issues tickets and checks the signatures.
+"""Completions that explorers fetch from servers directly. A server's front signs the answers
+(`SigningFront`). The fleet's client issues tickets and checks signatures (`TicketOffice`).
 
-A front signs what its server answered to a request, tokens with logprobs and labels of weights, for
-the ticket of the request. The fleet treats a completion with the right signature like one that it
-has fetched itself: the labels must be those of versions that the server was proven to have loaded.
+For the ticket of a request, a front signs its server's answer: the tokens with logprobs, and the
+labels of the weights. The fleet treats a completion with the right signature like one that it has
+fetched itself: the labels must be those of versions that the server was proven to have loaded.
 
-Invariant: a completion is accepted only if the front of the server that the fleet chose answered
-exactly the fleet's request with it. A ticket names that front and the digest of the request's body,
-and therefore the prompt, the sampling parameters and the seed.
+Invariant: a completion is accepted only if it is the answer to exactly the fleet's request, given
+by the front of the server that the fleet chose. A ticket names that front and the digest of the
+request's body. It therefore determines the prompt, the sampling parameters and the seed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from jaxrl_llm.rollout.api import Completion, Errand, Forged
 from jaxrl_llm.rollout.vllm.answer import signed_answer
 
 FRONT_PATH, SIGNED_PATH = '/direct/front', '/direct/generate'
-"""Paths of a front: the number that the front has chosen at its start, and requests for samples
-with a ticket.
+"""Paths of a front: for its number, which it has chosen at its start, and for requests for samples
+that have a ticket.
 """
 _UPSTREAM_PATH = '/inference/v1/generate'
 _MAX_ANSWER_BYTES = 1 << 28
 _REMEMBERED = 1 << 16
-"""Number of used tickets that a front remembers. The fleet remembers all that it waits for."""
+"""Number of used tickets that a front remembers. The fleet remembers all tickets for whose answers
+it waits.
+"""
 
 
 class SigningFront:
@@ -69,7 +71,9 @@ class SigningFront:
     return web.json_response({'front': self._id}, headers=SERVER)
 
   async def _generate(self, request: web.BaseRequest, ticket: Ticket) -> web.Response:
-    """Answers with the signature, followed by the signed answer."""
+    """Passes the request on to the server. Responds with the signature, followed by the server's
+    answer in signed form.
+    """
     body = await (await begin_upload(request, MAX_BODY)).read()
     self._redeem(ticket, body)
     try:
@@ -95,7 +99,9 @@ class SigningFront:
     )
 
   def _redeem(self, ticket: Ticket, body: bytes) -> None:
-    """Raises Refusal unless the ticket permits this request, for the first time."""
+    """Marks a ticket as used. Raises Refusal if it does not permit this request, or if it was used
+    before.
+    """
     if ticket.front != self._id:
       raise Refusal(403, 'the ticket is for another front, or from before this one started')
     if not ticket.permits(body):
@@ -108,7 +114,7 @@ class SigningFront:
 
 
 class TicketOffice:
-  """Issues tickets for the front of one server, and checks what is delivered for them."""
+  """Issues tickets for the front of one server, and checks the answers that are delivered."""
 
   def __init__(self, address: str, key: str | None):
     """
@@ -118,7 +124,7 @@ class TicketOffice:
     """
     self._address, self._key = address, key
     self._front: str | None = None
-    """Number of the front; None until it is asked for, and after an errand has failed."""
+    """Number of the front. None before the first request for it, and after an errand has failed."""
 
   async def front(self, call: Callable[..., Awaitable[Json]]) -> str:
     """Returns the number of the front.
@@ -149,13 +155,14 @@ class TicketOffice:
     tokens: int,
     parse: Callable[[bytes], Completion],
   ) -> Errand:
-    """Returns an errand for a request.
+    """Returns an errand for a request, with a new ticket.
 
     Args:
       front: number of the front.
       body: body of the request.
+      deadline_s: seconds within which the completion must be delivered.
       tokens: maximum number of tokens of the completion.
-      parse: reads a signed answer, in a thread if it may be long.
+      parse: function that parses a signed answer. It runs in a thread if `tokens` is large.
     """
     assert self._key is not None, '`front` has raised an error'
     keys = TicketKeys(self._key)
@@ -180,5 +187,5 @@ class TicketOffice:
     )
 
   def forget(self) -> None:
-    """Forgets the number of the front, which may have been started again."""
+    """Forgets the number of the front, because the front may have been restarted."""
     self._front = None

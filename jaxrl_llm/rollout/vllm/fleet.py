@@ -408,7 +408,7 @@ class Fleet:
       publication = await self._writer.write(weights, self.replicas)
       self._seconds['perf/publish_write_s'] = loop.time() - began
       current = _Current(publication, weights.probe)
-      # Until all hosts have the files, the servers sample with the version before.
+      # Until all hosts have the files, the servers sample with the previous version.
       failures = await self._prepare_all(current)
       before, self._current = self._current, current
       if self._released is not None:
@@ -852,8 +852,8 @@ class Fleet:
     """Generates one completion, with up to `max_retries` retries, each of which continues after the
     tokens that have arrived. Retries after a server has left the fleet do not count.
 
-    If the request's courier does not deliver the completion, the fleet fetches it itself. The
-    courier's word is no reason to repair a server, and this retry does not count either.
+    If the request's courier does not deliver the completion, the fleet fetches it itself. It does
+    not repair the server because of that, and the retry does not count.
     """
     answer = Answer(request)
     error: Exception | None = None

@@ -1,8 +1,8 @@
 """Images of the newest version, from which whole weights and deltas are written. Each process of
 the trainer keeps the image of its share of the tensors.
 
-Invariant: all processes compare a version with the same earlier one. Process 0 names it in its
-order, and a process whose image contains another version reports no delta.
+Invariant: all processes compare a version with the same earlier version. Process 0 names the
+earlier version in its order. A process whose image contains another version reports no delta.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Requirements:
   adapter_rank: int = 0
   """Rank of the adapters that the server will load, or 0 if it loads whole weights."""
   direct: bool = False
-  """Whether explorers will fetch completions from the server, whose front must then sign them."""
+  """Whether explorers will fetch completions from the server. Its front must then sign them."""
 
 
 class Unproven(Exception):

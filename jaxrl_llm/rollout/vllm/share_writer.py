@@ -104,8 +104,8 @@ class VllmShareWriter:
     cannot be written, the error.
 
     Args:
-      leaves: parameters of the share. All are taken in any case, since the other processes need
-        this one to gather theirs.
+      leaves: parameters of the share. All are consumed in any case, because gathering parameters
+        needs all processes.
     """
     asked, leaves = ShareOrder.from_json(order), iter(leaves)
     try:

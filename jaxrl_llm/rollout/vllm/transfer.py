@@ -88,8 +88,8 @@ class PreparingTransfer(Transfer[_Server], Protocol[_Server]):
   """Transfer whose longest part does not need the server to pause."""
 
   async def prepare(self, client: _Server, publication: Publication, *, deadline_s: float) -> None:
-    """Brings a publication close to the server, which still samples. Called before `send`, and
-    possibly several times.
+    """Prepares the server for a publication while the server still samples, for example by fetching
+    the files to its host. Called before `send`, and possibly several times.
 
     Raises:
       Refused, Lost: the publication cannot be transferred; the message has the reason.

@@ -76,7 +76,9 @@ def _accepted(version: Version, reports: Sequence[Json]) -> Sequence[Any]:
 
 
 def _proofs(replicas: Iterable[Replica]) -> dict[str, Any]:
-  """Returns the arguments of `PublicationFolder.write` that determine what is digested."""
+  """Returns the arguments of `PublicationFolder.write` that determine which digests and checksums
+  are computed.
+  """
   replicas = tuple(replicas)
   checksums = any(replica.slices and not replica.on_cpu for replica in replicas)
   return {'slices': _slices(replicas), 'checksums': checksums}

@@ -81,7 +81,7 @@ class Distributor:
     for name, host in list(self._hosts.items()):
       if client in host.clients:
         store = host.clients.pop(client)
-        host.pulled.clear()  # The files may be in that store.
+        host.pulled.clear()  # The host's files may be in the removed client's store.
         if not host.clients:
           del self._hosts[name]
         return store not in host.clients.values()

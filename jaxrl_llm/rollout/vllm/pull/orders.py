@@ -34,7 +34,7 @@ class FetchOrder:
   trainer: str
   """Random id of the trainer's process."""
   number: int
-  """Larger for later orders of the same trainer."""
+  """Number of the order. Later orders of the same trainer have larger numbers."""
   bundles: tuple[Bundle, ...]
   sources: tuple[str, ...]
   """Addresses at which processes of the trainer serve files. The first one serves the bundles, and

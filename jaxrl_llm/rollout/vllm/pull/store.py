@@ -317,7 +317,7 @@ class Store:
     except BaseExceptionGroup as errors:
       raise errors.exceptions[0] from None
     final = self.directory / holding.bundle.id
-    # What is left of a bundle from which something else has removed files.
+    # The directory exists if something else has removed files of a complete bundle.
     await asyncio.to_thread(shutil.rmtree, final, True)
     holding.directory.rename(final)
     holding.directory, holding.is_complete = final, True
