@@ -37,16 +37,14 @@ _TINY = flags.DEFINE_bool(
 )
 
 
-def utilisations(
-  rows: int, *, ranks: int, chunks: int, chunk_len: int, draws: int = 20
-) -> list[float]:
-  """Returns, for each draw, the share of tokens in the arrays of an optimizer step of `rows`
-  rows.
+def utilisations(rows: int, *, chunk_len: int, draws: int = 20, **sizes: int) -> list[float]:
+  """Returns, for each draw, the share of tokens in what an optimizer step of `rows` rows computes.
+
+  Args:
+    sizes: further arguments of `pack`.
   """
   lengths = [lognormal_lengths(rows, longest=chunk_len, seed=seed) for seed in range(draws)]
-  return [
-    pack(some, ranks=ranks, chunks=chunks, chunk_len=chunk_len).utilisation for some in lengths
-  ]
+  return [pack(some, chunk_len=chunk_len, **sizes).utilisation for some in lengths]
 
 
 def alternated(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
@@ -65,15 +63,17 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise UserError(f'argument {argv[1]!r} is not a flag')
   chunk_len = 64 if _TINY.value else 512
-  for ranks in (1, 2, 4, 8):
-    parts = []
-    for chunks in (1, 2, 4, 8, 16):
-      found = utilisations(_ROWS.value, ranks=ranks, chunks=chunks, chunk_len=chunk_len)
-      parts.append(f'{chunks}: {min(found):.3f} {statistics.mean(found):.3f}')
-    print(
-      f'{_ROWS.value} rows, {ranks} ranks, by chunks of a micro-batch (least, mean): '
-      f'{"; ".join(parts)}'
-    )
+  for splits in (False, True):
+    for ranks in (1, 2, 4, 8):
+      parts = []
+      for chunks in (1, 2, 4, 8, 16):
+        sizes = {'ranks': ranks, 'chunks': chunks, 'splits_remainder': splits}
+        found = utilisations(_ROWS.value, chunk_len=chunk_len, **sizes)
+        parts.append(f'{chunks}: {min(found):.3f} {statistics.mean(found):.3f}')
+      print(
+        f'{_ROWS.value} rows, {ranks} ranks{", remainder split" if splits else ""}, by chunks of a '
+        f'micro-batch (least, mean): {"; ".join(parts)}'
+      )
   spec = tiny('qwen2', 256) if _TINY.value else SHAPES['S']
   rows = random_rows(
     lognormal_lengths(_TRAINED.value, longest=chunk_len), prompt_len=32, vocab=spec.vocab_size

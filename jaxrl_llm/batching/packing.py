@@ -53,6 +53,19 @@ class Packing:
   """Number of tokens at the beginning of the row that are not stored with it, because earlier rows
   of its chunk share them; see `batching.trees`.
   """
+  filled: int
+  """Number of chunks with rows on the rank that has the most, at least 1."""
+  splits_remainder: bool = False
+  """Whether the last chunks of a step, if they do not fill a micro-batch, are computed one chunk
+  per rank at a time, so that empty chunks are not computed.
+  """
+
+  @property
+  def used(self) -> int:
+    """Amount of work in the unit in which the learner's programs count it: `filled` if the
+    remainder is split, otherwise `micro_batches`.
+    """
+    return self.filled if self.splits_remainder else self.micro_batches
 
   @property
   def tokens(self) -> int:
@@ -66,8 +79,9 @@ class Packing:
 
   @property
   def utilisation(self) -> float:
-    """Fraction of token slots, over all ranks and micro-batches, that contain a token."""
-    return self.tokens / (self.micro_batches * self.ranks * self.chunks * self.chunk_len)
+    """Fraction of the computed token slots, over all ranks, that contain a token."""
+    computed = self.filled if self.splits_remainder else self.micro_batches * self.chunks
+    return self.tokens / (computed * self.ranks * self.chunk_len)
 
 
 def deal(units: Sequence[Sequence[int]], steps: int, *, seed: int) -> list[list[int]]:
@@ -105,6 +119,7 @@ def pack(
   ranks: int,
   chunks: int,
   chunk_len: int,
+  splits_remainder: bool = False,
 ) -> Packing:
   """Packs the rows of one optimizer step.
 
@@ -115,6 +130,7 @@ def pack(
     ranks: number of data-parallel ranks.
     chunks: number of chunks per rank and micro-batch.
     chunk_len: number of tokens per chunk.
+    splits_remainder: see `Packing`. Every unit must then be a single row.
   """
   units = [[row] for row in range(len(lengths))] if units is None else units
   _check(lengths, units, ranks, chunks, chunk_len)
@@ -124,7 +140,9 @@ def pack(
   for rank, owned in enumerate(_deal_ranks(order, totals, ranks)):
     for unit in owned:
       bins[rank].place(sorted(units[unit], key=lambda row: (-lengths[row], row)), lengths)
-  micro_batches = max(1, *(-(-len(b.used) // chunks) for b in bins))
+  filled = 1 + max((chunk for b in bins for chunk, *_ in b.places.values()), default=0)
+  if splits_remainder and any(len(unit) > 1 for unit in units):
+    raise ValueError('packing: the rows of a unit could be separated by split_remainder')
   places = np.zeros((4, len(lengths)), np.int32)
   for rank, packed in enumerate(bins):
     for row, (chunk, offset, segment) in packed.places.items():
@@ -133,13 +151,15 @@ def pack(
     ranks=ranks,
     chunks=chunks,
     chunk_len=chunk_len,
-    micro_batches=micro_batches,
+    micro_batches=-(-filled // chunks),
     length=np.asarray(lengths, np.int32).reshape(-1),
     micro_batch=places[0],
     chunk=places[1],
     offset=places[2],
     segment=places[3],
     first=np.zeros(len(lengths), np.int32),
+    filled=filled,
+    splits_remainder=splits_remainder,
   )
 
 

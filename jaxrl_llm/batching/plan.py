@@ -171,6 +171,10 @@ class Shape:
   """
   rows_per_chunk: int = 1
   """Number of sequences of the maximum length that fit into a chunk."""
+  splits_remainder: bool = False
+  """Whether the last chunks of a step, if they do not fill a micro-batch, are computed one chunk
+  per rank at a time; see `Packing`.
+  """
 
   @property
   def total_chunks(self) -> int:
@@ -180,7 +184,12 @@ class Shape:
   def pack(self, lengths: Sequence[int], units: Sequence[Sequence[int]] | None = None) -> Packing:
     """Packs the rows of one optimizer step, without sharing prefixes; see `packing.pack`."""
     return pack(
-      lengths, units=units, ranks=self.ranks, chunks=self.chunks, chunk_len=self.chunk_len
+      lengths,
+      units=units,
+      ranks=self.ranks,
+      chunks=self.chunks,
+      chunk_len=self.chunk_len,
+      splits_remainder=self.splits_remainder,
     )
 
 
@@ -194,6 +203,7 @@ def plan_shape(
   lengths: Sequence[int] = (),
   longest: int | None = None,
   shares_prefixes: bool = False,
+  splits_remainder: bool = False,
 ) -> Shape:
   """Returns a shape into which any `rows` sequences of at most `longest` tokens fit, even if no two
   of them share a prefix. Raises UserError if the sequences of a unit do not fit into `chunks`
@@ -210,6 +220,8 @@ def plan_shape(
       sequences are adjacent. Empty if the lengths are unknown.
     longest: maximum length of a sequence. If None, it is `chunk_len`.
     shares_prefixes: whether common leading tokens of the rows in a chunk are stored only once.
+    splits_remainder: whether the shape may split the remainder (`Packing`). It does if `unit` is 1
+      and a micro-batch has several chunks per rank.
   """
   rows_per_chunk = chunk_len // (longest or chunk_len)
   if chunks * rows_per_chunk < unit:
@@ -227,6 +239,7 @@ def plan_shape(
       most=chunks,
       chunk_len=chunk_len,
       unit=unit,
+      splits_remainder=splits_remainder and unit == 1,
     )
   return Shape(
     ranks=ranks,
@@ -238,11 +251,20 @@ def plan_shape(
     segments=max(1, min(chunk_len, rows if shares_prefixes else units * unit)),
     shares_prefixes=shares_prefixes,
     rows_per_chunk=rows_per_chunk,
+    splits_remainder=splits_remainder and unit == 1 and chunks > 1,
   )
 
 
 def _plan_chunks(
-  lengths: Sequence[int], *, rows: int, ranks: int, least: int, most: int, chunk_len: int, unit: int
+  lengths: Sequence[int],
+  *,
+  rows: int,
+  ranks: int,
+  least: int,
+  most: int,
+  chunk_len: int,
+  unit: int,
+  splits_remainder: bool,
 ) -> int:
   """Returns the largest number of chunks per micro-batch, from `least` to `most`, with good
   utilisation.
@@ -259,16 +281,17 @@ def _plan_chunks(
   steps = [[length for group in draw for length in groups[group]] for draw in drawn]
   units = [list(range(i, i + unit)) for i in range(0, count * unit, unit)]
 
-  def worst(chunks: int) -> float:
-    return min(
-      pack(step, units=units, ranks=ranks, chunks=chunks, chunk_len=chunk_len).utilisation / full
-      for step, full in zip(steps, best)
-    )
+  def utilisations(chunks: int) -> list[float]:
+    fields = {'ranks': ranks, 'chunks': chunks, 'chunk_len': chunk_len}
+    return [
+      pack(step, units=units, splits_remainder=splits_remainder, **fields).utilisation
+      for step in steps
+    ]
 
-  best = [
-    pack(step, units=units, ranks=ranks, chunks=least, chunk_len=chunk_len).utilisation
-    for step in steps
-  ]
+  def worst(chunks: int) -> float:
+    return min(some / full for some, full in zip(utilisations(chunks), best, strict=True))
+
+  best = utilisations(least)
   return next(
     chunks for chunks in range(most, least - 1, -1) if chunks == least or worst(chunks) >= _KEPT
   )
@@ -345,6 +368,7 @@ def pack_step(plan: StepPlan, number: int, shape: Shape) -> Packing:
     ranks=shape.ranks,
     chunks=shape.chunks,
     chunk_len=shape.chunk_len,
+    splits_remainder=shape.splits_remainder,
   )
 
 

@@ -70,13 +70,14 @@ def pack_trees(
   ranks: int,
   chunks: int,
   chunk_len: int,
+  splits_remainder: bool = False,
 ) -> Packing:
   """Packs the rows of one optimizer step as trees, which `pack` places like rows.
 
   A family is cut into several trees if it does not fit a chunk, or if smaller trees need fewer
-  micro-batches. The function tries smaller and smaller trees, and finally no sharing, until a
-  packing has as few micro-batches as its tokens permit. Of the packings tried, the result has the
-  fewest micro-batches and, among those, the fewest tokens.
+  micro-batches (or chunks per rank, if `splits_remainder`). The function tries smaller and smaller
+  trees, and finally no sharing, until a packing has as few micro-batches as its tokens permit. Of
+  the packings tried, the result has the fewest micro-batches and, among those, the fewest tokens.
 
   Args:
     lengths: number of tokens of each row.
@@ -94,17 +95,23 @@ def pack_trees(
     tried.add(trees)
     sizes = [sum(lengths[row] - first for row, first in tree) for tree in trees]
     packing = pack(
-      sizes, units=_tree_units(trees, units), ranks=ranks, chunks=chunks, chunk_len=chunk_len
+      sizes,
+      units=_tree_units(trees, units),
+      ranks=ranks,
+      chunks=chunks,
+      chunk_len=chunk_len,
+      splits_remainder=splits_remainder,
     )
     if best is None or _cost(packing) < _cost(best[0]):
       best = packing, trees
-    if packing.micro_batches == -(-sum(sizes) // (ranks * chunks * chunk_len)):
+    at_once = ranks * chunk_len * (1 if splits_remainder else chunks)
+    if packing.used == -(-sum(sizes) // at_once):
       break
   return _by_row(*best, lengths)
 
 
 def _cost(packing: Packing) -> tuple[int, int]:
-  return packing.micro_batches, packing.tokens
+  return packing.used, packing.tokens
 
 
 def _cut(family: Sequence[Branch], lengths: Sequence[int], most: int) -> list[tuple[Branch, ...]]:

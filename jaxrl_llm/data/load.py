@@ -64,8 +64,10 @@ class PackedStep(NamedTuple):
 
   @property
   def used(self) -> np.int32:
-    """Number of micro-batches that contain rows."""
-    return np.int32(self.packing.micro_batches)
+    """Number of micro-batches that contain rows or, if the remainder is split, number of chunks per
+    rank.
+    """
+    return np.int32(self.packing.used)
 
 
 Column = (

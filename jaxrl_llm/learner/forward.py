@@ -4,9 +4,8 @@ optimizer step.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from jaxrl_llm.ops.logprobs import (
 )
 from jaxrl_llm.ops.reduce import by_segment
 from jaxrl_llm.parallel import rules
+from jaxrl_llm.parallel.mesh import data_parallel_ranks
 
 
 def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: int) -> Outputs:
@@ -82,52 +82,125 @@ def micro_batch(batch: Chunks, i: int | Int[Array, '']) -> Chunks:
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batch)
 
 
+Total = TypeVar('Total')
+Put = Callable[[Array, Array], Array]
+"""Function of (array `[micro_batches, chunks, ...]`, results of the chunks just computed).
+Returns the array with the results at the places of these chunks.
+"""
+
+
+def fold_used(
+  step: Callable[[Total, Chunks, Put], Total],
+  start: Total,
+  batch: Chunks,
+  used: Int[Array, ''],
+  *,
+  split_ranks: int | None,
+) -> Total:
+  """Folds `step` over the used part of a batch whose arrays are `[micro_batches, chunks, ...]`.
+
+  Args:
+    step: function of (result so far, chunks to compute, function that stores their results).
+    used: number of micro-batches in use; see `split_ranks`.
+    split_ranks: number of data-parallel ranks if the remainder is split (`Packing`). `used` is then
+      the number of chunks per rank in use. `step` gets as many of them as possible as whole
+      micro-batches, and the others as one chunk per rank at a time. If None, `step` always gets
+      whole micro-batches.
+  """
+
+  def whole(i, total):
+    def put(array, new):
+      return jax.lax.dynamic_update_index_in_dim(array, new, i, 0)
+
+    return step(total, micro_batch(batch, i), put)
+
+  if split_ranks is None:
+    return jax.lax.fori_loop(0, used, whole, start)
+  chunks = batch.tokens.shape[1] // split_ranks
+
+  def by_rank(x):
+    return x.reshape(x.shape[0], split_ranks, chunks, *x.shape[2:])
+
+  def single(c, total):
+    i, j = c // chunks, c % chunks
+
+    def put(array, new):
+      zero = jnp.zeros_like(i)
+      origin = (i, zero, j, *[zero] * (new.ndim - 1))
+      places = jax.lax.dynamic_update_slice(by_rank(array), new[None, :, None], origin)
+      return places.reshape(array.shape)
+
+    def chunk(x):
+      return jax.lax.dynamic_index_in_dim(by_rank(x)[i], j, axis=1, keepdims=False)
+
+    return step(total, jax.tree.map(chunk, batch), put)
+
+  full = used // chunks
+  total = jax.lax.fori_loop(0, full, whole, start)
+  return jax.lax.fori_loop(full * chunks, used, single, total)
+
+
+def split_ranks(mesh: Mesh, splits_remainder: bool) -> int | None:
+  """Returns the argument `split_ranks` of `fold_used`."""
+  return data_parallel_ranks(mesh) if splits_remainder else None
+
+
 Score = Callable[[Params, Chunks, Int[Array, '']], Float[Array, 'micro chunks ...']]
 
 
-def build_score(model: Model, mesh: Mesh, *, token_chunk: int) -> Score:
+def build_score(
+  model: Model, mesh: Mesh, *, token_chunk: int, splits_remainder: bool = False
+) -> Score:
   """Builds a jitted forward-only pass with the arguments (params, batch, used). It returns the
-  logprobs, values or scores of the first `used` micro-batches, and 0 for the other micro-batches.
+  logprobs, values or scores of the used part of the batch, and 0 elsewhere.
+
+  Args:
+    splits_remainder: whether the remainder is split (`Packing`). `used` is then the number of
+      chunks per rank in use, and otherwise the number of micro-batches in use.
   """
   return _build_pass(
-    lambda params, chunks: chunk_outputs(model, params, chunks, token_chunk=token_chunk)[0], mesh
+    lambda params, chunks: chunk_outputs(model, params, chunks, token_chunk=token_chunk)[0],
+    split_ranks(mesh, splits_remainder),
+    mesh,
   )
 
 
 Value = Callable[[Params, Chunks, Int[Array, '']], StateValues]
 
 
-def build_value(critic: Model, mesh: Mesh) -> Value:
+def build_value(critic: Model, mesh: Mesh, *, splits_remainder: bool = False) -> Value:
   """Builds a jitted forward-only pass of a critic with the arguments (params, batch, used). For
-  each token of the first `used` micro-batches, it returns the values of the states before and after
-  the token. The values of the other micro-batches are 0.
+  each token of the used part of the batch, it returns the values of the states before and after the
+  token. All other values are 0.
+
+  Args:
+    splits_remainder: see `build_score`.
   """
   return _build_pass(
-    lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids), mesh
+    lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids),
+    split_ranks(mesh, splits_remainder),
+    mesh,
   )
 
 
 def _build_pass(
-  outputs: Callable[[Params, Chunks], Any], mesh: Mesh
+  outputs: Callable[[Params, Chunks], Any], ranks: int | None, mesh: Mesh
 ) -> Callable[[Params, Chunks, Any], Any]:
-  """Jits a pass that applies `outputs` to each of the first `used` micro-batches. The results have
-  a leading micro-batch axis and are 0 for the other micro-batches.
+  """Jits a pass that applies `outputs` to the used part of a batch. The results have a leading
+  micro-batch axis and are 0 elsewhere.
+
+  Args:
+    ranks: `split_ranks` of `fold_used`.
   """
 
   def whole(params: Params, batch: Chunks, used: Int[Array, '']) -> Any:
-    def run_one(i):
-      return outputs(params, micro_batch(batch, i))
-
+    first = jax.eval_shape(lambda b: outputs(params, micro_batch(b, 0)), batch)
     count = batch.tokens.shape[0]
-    start = jax.tree.map(
-      lambda like: jnp.zeros((count, *like.shape), like.dtype), jax.eval_shape(run_one, 0)
-    )
+    start = jax.tree.map(lambda like: jnp.zeros((count, *like.shape), like.dtype), first)
 
-    def put(i, all, new):
-      return jax.lax.dynamic_update_index_in_dim(all, new, i, 0)
+    def step(total, chunks, put):
+      return jax.tree.map(put, total, outputs(params, chunks))
 
-    return jax.lax.fori_loop(
-      0, used, lambda i, all: jax.tree.map(functools.partial(put, i), all, run_one(i)), start
-    )
+    return fold_used(step, start, batch, used, split_ranks=ranks)
 
   return jax.jit(whole, out_shardings=rules.sharding_of_batch(mesh))

@@ -3,7 +3,7 @@ skips the update.
 
 Every term of the loss is divided by its denominator over the whole optimizer step, so the gradient
 does not depend on how sequences were packed or split into micro-batches. The number of
-micro-batches in use is a run-time argument, so one compiled program serves every batch.
+micro-batches or chunks in use is a run-time argument, so one compiled program serves every batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.learner.algorithm import AT_REFERENCE, Constants, Loss
-from jaxrl_llm.learner.forward import chunk_outputs, micro_batch
+from jaxrl_llm.learner.forward import Put, chunk_outputs, fold_used, micro_batch, split_ranks
 from jaxrl_llm.learner.optimizer import OptimizerConfig, apply_update, clipped, learning_rate
 from jaxrl_llm.learner.state import TrainState, trained_shardings
 from jaxrl_llm.models import lora
@@ -66,13 +66,15 @@ def gradients(
   token_chunk: int,
   on_policy: OnPolicy = (),
   base: Params | None = None,
+  ranks: int | None = None,
 ) -> Gradients:
-  """Computes loss and gradient over the first `used` micro-batches of an optimizer step.
+  """Computes loss and gradient over the used part of an optimizer step's batch.
 
   Args:
     params: trainable parameters; gradients are taken with respect to them.
-    batch: arrays `[micro_batches, chunks, ...]`. The micro-batches from index `used` on are empty:
-      their loss_mask is False everywhere.
+    batch: arrays `[micro_batches, chunks, ...]`. The part that is not used is empty: its loss_mask
+      is False everywhere.
+    used: number of micro-batches in use or, if the remainder is split, of chunks per rank.
     constants: constants that the loss reads, from the annotation of the batch. If they contain
       `AT_REFERENCE` with a value other than 0, the logprobs of this forward pass replace the
       reference logprobs in `batch`, so that the KL divergence is exactly 0.
@@ -80,6 +82,7 @@ def gradients(
       forward pass of this update computes these logprobs, so the fields are filled with them, as
       constants, without an extra pass.
     base: frozen base parameters, to which adapters are added; None if there are no adapters.
+    ranks: `split_ranks` of `forward.fold_used`.
   """
 
   def outputs_of(params, chunks):
@@ -109,13 +112,13 @@ def gradients(
   def placed(tree):
     return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
 
-  def body(i, total: Gradients) -> Gradients:
-    (part, (stats, outputs)), grads = value_and_grad(params, micro_batch(batch, i))
+  def step(total: Gradients, chunks: Chunks, put: Put) -> Gradients:
+    (part, (stats, outputs)), grads = value_and_grad(params, chunks)
     return Gradients(
       placed(jax.tree.map(jnp.add, total.grads, grads)),
       total.loss + part,
       jax.tree.map(jnp.add, total.stats, stats),
-      jax.lax.dynamic_update_index_in_dim(total.outputs, outputs, i, 0),
+      put(total.outputs, outputs),
     )
 
   part, (stats, outputs) = jax.eval_shape(loss_fn, params, first)
@@ -125,7 +128,7 @@ def gradients(
     jax.tree.map(_zeros, stats),
     jnp.zeros((batch.tokens.shape[0], *outputs.shape), outputs.dtype),
   )
-  return jax.lax.fori_loop(0, used, body, start)
+  return fold_used(step, start, batch, used, split_ranks=ranks)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> Array:
@@ -168,6 +171,7 @@ def build_update(
   token_chunk: int,
   on_policy: OnPolicy = (),
   metrics: str = 'actor',
+  splits_remainder: bool = False,
 ) -> Update:
   """Builds the jitted optimizer step of one trained role in one stage. The step donates its state.
 
@@ -181,6 +185,7 @@ def build_update(
     on_policy: fields of the batch that receive logprobs of the policy before the update, see
       `gradients`.
     metrics: prefix of the metrics that all roles have (loss, grad_norm and lr).
+    splits_remainder: see `forward.build_score`.
   """
   schedule = learning_rate(config, updates)
   shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -202,6 +207,7 @@ def build_update(
       token_chunk=token_chunk,
       on_policy=on_policy,
       base=base,
+      ranks=split_ranks(mesh, splits_remainder),
     )
     norm = optax.tree.norm(result.grads)
     sound = jnp.isfinite(norm) & (norm <= config.skip_grad_norm)
@@ -231,9 +237,14 @@ def build_update(
 Measure = Callable[[Params, Chunks, Int[Array, ''], Constants], dict[str, Stat]]
 
 
-def build_measure(model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int) -> Measure:
+def build_measure(
+  model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int, splits_remainder: bool = False
+) -> Measure:
   """Builds a jitted pass without gradient, with the arguments (params, batch, used, constants). It
-  sums the terms and statistics of a loss over the first `used` micro-batches.
+  sums the terms and statistics of a loss over the used part of the batch.
+
+  Args:
+    splits_remainder: see `forward.build_score`.
   """
 
   def micro_stats(params: Params, chunks: Chunks, constants: Constants) -> dict[str, Stat]:
@@ -245,10 +256,11 @@ def build_measure(model: Model, loss: Loss, mesh: Mesh, *, token_chunk: int) -> 
   def measure(
     params: Params, batch: Chunks, used: Int[Array, ''], constants: Constants
   ) -> dict[str, Stat]:
-    def of(i):
-      return micro_stats(params, micro_batch(batch, i), constants)
+    def step(total: dict[str, Stat], chunks: Chunks, put: Put) -> dict[str, Stat]:
+      return jax.tree.map(jnp.add, total, micro_stats(params, chunks, constants))
 
-    start = jax.tree.map(_zeros, jax.eval_shape(of, 0))
-    return jax.lax.fori_loop(0, used, lambda i, total: jax.tree.map(jnp.add, total, of(i)), start)
+    first = jax.eval_shape(lambda b: micro_stats(params, micro_batch(b, 0), constants), batch)
+    start, ranks = jax.tree.map(_zeros, first), split_ranks(mesh, splits_remainder)
+    return fold_used(step, start, batch, used, split_ranks=ranks)
 
   return jax.jit(measure, out_shardings=rules.replicated(mesh))

@@ -99,6 +99,14 @@ class Stage:
   """Name of the preference set on which evaluations measure the policy; None if there is none."""
 
   @property
+  def program_options(self) -> dict[str, Any]:
+    """Keyword arguments with which the stage's forward passes and updates are built."""
+    return {
+      'token_chunk': self.token_chunk,
+      'splits_remainder': self.shape.splits_remainder,
+    }
+
+  @property
   def updates(self) -> int:
     """Number of optimizer steps that the stage applies to the policy."""
     return self.critic_updates - self.algorithm.critic_warmup * self.minibatches * self.epochs
@@ -178,8 +186,8 @@ def value_pass(stage: Stage, critic: Model, mesh: Mesh) -> Score | Value:
   the value after each token.
   """
   if 'next_values' in stage.algorithm.on_host:
-    return build_value(critic, mesh)
-  return build_score(critic, mesh, token_chunk=stage.token_chunk)
+    return build_value(critic, mesh, splits_remainder=stage.shape.splits_remainder)
+  return build_score(critic, mesh, **stage.program_options)
 
 
 class StageTrainer:
@@ -197,7 +205,7 @@ class StageTrainer:
     # Replicates an array. Results are sharded over the devices of all processes, and a process can
     # read an array on the host only if its own devices have a full copy.
     self._whole = jax.jit(lambda x: x, out_shardings=replicated(mesh))
-    self._score: Score = build_score(roles.model, mesh, token_chunk=stage.token_chunk)
+    self._score: Score = build_score(roles.model, mesh, **stage.program_options)
     algorithm = stage.algorithm
     self._own_reference = algorithm.reference.every == 1
     self._bootstraps = 'next_values' in algorithm.on_host
@@ -205,7 +213,7 @@ class StageTrainer:
     def trained(
       name: str, model: Model, loss: Loss, by: Optimization, state: TrainState, **options: Any
     ) -> _Trained:
-      fields = dict(token_chunk=stage.token_chunk, metrics=name, **options)
+      fields = dict(metrics=name, **stage.program_options, **options)
       return _Trained(name, build_update(model, loss, *by, mesh, state, **fields), by.config)
 
     self._policy = trained(
@@ -222,9 +230,7 @@ class StageTrainer:
       donate_argnums=0,
       out_shardings=jax.tree.map(lambda x: x.sharding, learned.policy),
     )
-    self._measure_loss = build_measure(
-      roles.model, algorithm.loss, mesh, token_chunk=stage.token_chunk
-    )
+    self._measure_loss = build_measure(roles.model, algorithm.loss, mesh, **stage.program_options)
     if roles.critic is not None:
       self._value: Score | Value = value_pass(stage, roles.critic, mesh)
       self._critic = trained(

@@ -82,6 +82,8 @@ def test_every_row_once_whole_and_with_its_unit(problem):
     assert (rows[: sum(lengths[row] for row in seen)] >= 0).all(), 'a gap between rows'
   used = np.unique(packing.micro_batch)
   assert packing.micro_batches == max(1, len(used)), 'a micro-batch that is empty on all ranks'
+  filled = (grid.reshape(packing.micro_batches, ranks, chunks, chunk_len) >= 0).any((1, 3))
+  assert packing.filled == 1 + max(np.flatnonzero(filled.reshape(-1)), default=0)
 
 
 @settings(max_examples=30, deadline=None)

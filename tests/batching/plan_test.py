@@ -276,6 +276,33 @@ def test_many_ranks_lose_no_more_than_their_chunks_do():
   assert np.mean(utilisations(512, 8, shape.chunks)) >= 0.97 * np.mean(utilisations(512, 8, 1))
 
 
+@pytest.mark.parametrize('ranks', [1, 4])
+def test_a_split_remainder_keeps_wide_micro_batches_full(ranks):
+  """With whole micro-batches of eight chunks, four ranks are 0.80 full."""
+  shares = [
+    pack(
+      lognormal_lengths(512, seed), ranks=ranks, chunks=8, chunk_len=512, splits_remainder=True
+    ).utilisation
+    for seed in range(1, 21)
+  ]
+  assert min(shares) >= 0.95
+  assert min(utilisations(512, ranks, 8)) < 0.95
+  shape = plan_shape(
+    rows=512, ranks=ranks, chunks=8, chunk_len=512, lengths=KNOWN, splits_remainder=True
+  )
+  assert (shape.chunks, shape.splits_remainder) == (8, True)
+
+
+def test_only_single_rows_in_several_chunks_have_a_remainder_to_split():
+  shapes = [
+    plan_shape(rows=8, ranks=1, chunks=chunks, chunk_len=512, unit=unit, splits_remainder=True)
+    for chunks, unit in ((4, 1), (1, 1), (4, 2))
+  ]
+  assert [shape.splits_remainder for shape in shapes] == [True, False, False]
+  with pytest.raises(ValueError, match='the rows of a unit could be separated'):
+    pack([8, 8], units=[[0, 1]], ranks=1, chunks=2, chunk_len=8, splits_remainder=True)
+
+
 @pytest.mark.full
 def test_a_large_step_keeps_wide_micro_batches():
   assert plan_shape(rows=4096, ranks=1, chunks=8, chunk_len=512, lengths=KNOWN).chunks == 8

@@ -146,6 +146,50 @@ def test_packing_changes_nothing_in_the_decoder(folder):
   )
 
 
+def test_a_split_remainder_changes_nothing(folder):
+  assert_split_as_whole(folder, model='bigram', chunks=4)
+
+
+@pytest.mark.full
+def test_a_split_remainder_changes_nothing_in_the_decoder_on_a_mesh(folder):
+  assert_split_as_whole(folder, chunks=3, axes=(('fsdp', 2), ('sequence', 2), ('tensor', 2)))
+
+
+def assert_split_as_whole(folder, **cut):
+  """There are whole micro-batches and a remainder; also compares what is stored of each token."""
+  subject = SUBJECTS['token-mean']
+  packing = Case(folder, rows=subject.rows, split=True, **cut).packed(subject.algorithm)[0].packing
+  assert packing.filled > packing.chunks and packing.filled % packing.chunks > 0
+  split, whole = (compute(folder, subject, split=split, **cut) for split in (True, False))
+  assert_same(split, whole)
+  assert np.count_nonzero(whole.outputs) > 50
+  np.testing.assert_allclose(split.outputs, whole.outputs, rtol=0, atol=1e-12)
+  for name, stat in whole.stats.items():
+    np.testing.assert_allclose(split.stats[name].total, stat.total, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize('axes', [(), (('fsdp', 2),)], ids=['one', 'sharded'])
+def test_what_a_split_remainder_leaves_empty_is_not_computed(folder, axes):
+  """The first chunk of the last micro-batch alone has rows, so the others are not looked at."""
+  case = Case(
+    folder, rows=rollouts(), model='bigram', dtype='float32', chunks=2, axes=axes, split=True
+  )
+  packed = case.packed(GRPO)[0]
+  used = np.int32(3)
+  score = build_score(case.model, case.mesh, token_chunk=CHUNK, splits_remainder=True)
+  found = np.asarray(score(case.params(), packed.chunks, used))
+  by_rank = found.reshape(len(found), case.shape.ranks, 2, CHUNK)
+  whole = np.asarray(
+    build_score(case.model, case.mesh, token_chunk=CHUNK)(
+      case.params(), packed.chunks, packed.packing.micro_batches
+    )
+  ).reshape(by_rank.shape)
+  assert np.abs(whole[1, :, 1]).max() > 0
+  assert not by_rank[1, :, 1].any() and not by_rank[2:].any()
+  np.testing.assert_allclose(by_rank[0], whole[0], atol=1e-6)
+  np.testing.assert_allclose(by_rank[1, :, 0], whole[1, :, 0], atol=1e-6)
+
+
 def test_order_changes_nothing(folder):
   found = compute(
     folder,

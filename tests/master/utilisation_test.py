@@ -28,6 +28,7 @@ def packing(lengths, firsts):
     chunks=1,
     chunk_len=16,
     micro_batches=1,
+    filled=1,
     length=np.array(lengths, np.int32),
     micro_batch=zeros,
     chunk=zeros,

@@ -22,6 +22,7 @@ from jaxrl_llm.core.records.sample import Role, Sample, Source, encode
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.data.load import RowLoader
 from jaxrl_llm.learner.algorithm import Algorithm, Annotation, Closed, Loss, Setting
+from jaxrl_llm.learner.forward import split_ranks
 from jaxrl_llm.learner.state import place_params
 from jaxrl_llm.learner.update import gradients
 from jaxrl_llm.models.api import Model, build_model, stack_layers, unstack_layers
@@ -350,9 +351,9 @@ class Case:
 
   def __init__(self, folder, *, rows, head='lm', model='decoder', dtype='float64', chunks=4,
                chunk_len=CHUNK, scan=False, remat='none', order=None, axes=(), step=0, room=0,
-               lora=None, share=False, attention='auto'):  # fmt: skip
+               lora=None, share=False, attention='auto', split=False):  # fmt: skip
     """`room`: number of rows that shapes are planned for, if it is greater than the number of rows.
-    `share`: whether rows share prefixes.
+    `share`: whether rows share prefixes. `split`: whether the remainder is split.
     """
     sizes = dict.fromkeys(AXES, 1) | dict(axes)
     self.mesh = build_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
@@ -369,6 +370,7 @@ class Case:
       chunk_len=chunk_len,
       unit=2 if any(row.pair for row in rows) else 1,
       shares_prefixes=share,
+      splits_remainder=split,
     )
     rows = tuple(with_prefixes(rows, [SAMPLES[row.index] for row in rows]))
     self.plan = StepPlan(step=step, stage='x', rows=rows, optimizer_steps=order)
@@ -400,7 +402,12 @@ class Case:
 
 @functools.cache
 def program(
-  model: str, options: ModelOptions, subject: Subject, token_chunk: int, mesh: Mesh | None
+  model: str,
+  options: ModelOptions,
+  subject: Subject,
+  token_chunk: int,
+  mesh: Mesh | None,
+  ranks: int | None,
 ):
   function = functools.partial(
     gradients,
@@ -408,6 +415,7 @@ def program(
     subject.loss,
     token_chunk=token_chunk,
     on_policy=() if subject.off_policy else ('proximal_logprobs',),
+    ranks=ranks,
   )
   return jax.jit(function)
 
@@ -423,7 +431,10 @@ def compute(folder, subject: Subject, *, token_chunk=None, rows=None, **cut):
     case = Case(folder, rows=rows or subject.rows, head=subject.head, **cut)
     packed, constants = case.packed(subject.algorithm, off_policy=subject.off_policy)
     token_chunk = token_chunk or case.shape.chunk_len
-    function = program(case.model_name, case.model.options, subject, token_chunk, case.model.mesh)
+    ranks = split_ranks(case.mesh, case.shape.splits_remainder)
+    function = program(
+      case.model_name, case.model.options, subject, token_chunk, case.model.mesh, ranks
+    )
     found = jax.device_get(function(case.params(), packed.chunks, packed.used, constants))
   return (
     found._replace(grads=unstack_layers(found.grads)) if case.model.options.scan_layers else found

@@ -58,6 +58,7 @@ def stage_shape(
     unit=source.unit,
     lengths=lengths,
     longest=config.rollout.max_length,
+    splits_remainder=config.learner.split_remainder,
     **chunking._asdict(),
   )
 

@@ -73,7 +73,7 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   ) -> Callable[[], jax.stages.Lowered]:
     scalars = {name: jax.ShapeDtypeStruct((), np.float32) for name in constants}
     state = abstract_state(of, by.optimizer, mesh, offload=by.config.offloads)
-    fields = dict(updates=updates, token_chunk=stage.token_chunk, on_policy=on_policy)
+    fields = dict(updates=updates, on_policy=on_policy, **stage.program_options)
     built = build_update(of, loss, *by, mesh, state, **fields)
     return lambda: built.lower(state, *arrays, scalars, abstract_base(of, mesh))
 
@@ -93,7 +93,7 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
   )
   yield Program('update', policy_update, flops(model, True))
   if algorithm.reads & {'proximal', 'reference'}:
-    built = build_score(model, mesh, token_chunk=stage.token_chunk)
+    built = build_score(model, mesh, **stage.program_options)
     yield Program(
       'logprobs',
       score(built, model, abstract_state(model, stage.policy.optimizer, mesh)),
