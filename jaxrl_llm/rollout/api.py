@@ -273,7 +273,7 @@ class Probe:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SharedWrite:
-  """How the processes of the trainer write weights together; each writes a share of them."""
+  """Describes how the processes of the trainer write weights together. Each writes a share."""
 
   order: Json
   """Order that the engine has given with `SharingEngine.begin_load`."""

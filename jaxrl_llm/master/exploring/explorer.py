@@ -574,8 +574,8 @@ class Explorer:
     return seconds
 
   def take_tokens(self) -> dict[str, int]:
-    """Returns counts of tokens since the previous call, keyed by what became of the tokens. The
-    tokens of a sample are counted when it has finished and is stored.
+    """Returns counts of tokens since the previous call, keyed by outcome. The tokens of a sample
+    are counted when it has finished and is stored.
 
     sampled: tokens of stored samples; trained: tokens that joined batches; dropped: tokens of
     stored samples that no batch will contain; discarded: tokens that no sample contains, such as

@@ -267,7 +267,7 @@ class Sandboxes:
 
     Raises SandboxError if the sandbox fails, or the checker fails even on an expected output.
     """
-    # One share of the time is for the checker. Another is for finding out why the checker failed.
+    # One part of the time is kept for the checker, and another for finding out why it failed.
     limits = self._limits if checker is None else self._limits.shortened(1 - 2 * _CHECKING)
     results: list[dict[str, Any]] = []
 

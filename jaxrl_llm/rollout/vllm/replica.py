@@ -293,8 +293,8 @@ class Replica:
       await self.transfer.prepare(self.client, missing, deadline_s=deadline_s)
 
   def _missing_parts(self, publication: Publication) -> list[Publication]:
-    """Returns what the server needs in order to load a version. The base weights of adapters are
-    sent once, but the publication itself is always sent.
+    """Returns the publications that the server needs in order to load a version. The base weights
+    of adapters are sent once, but the publication itself is always sent.
     """
     base = publication.base
     before = [base] if base is not None and base.label != self.holds else []

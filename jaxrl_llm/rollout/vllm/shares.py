@@ -34,7 +34,7 @@ FILE = 'weights.safetensors'
 
 
 class Proof(NamedTuple):
-  """Values by which readers and servers recognise the tensors of a version."""
+  """Digests and checksums of the tensors of a version. Readers and servers verify them."""
 
   digests: Mapping[str, str]
   """xxh3-128 digest of each tensor, keyed by its name."""
@@ -104,7 +104,7 @@ def delta_file(number: int) -> str:
 
 def share_layout(spec: ModelSpec, number: int, count: int, dtype: str) -> FileLayout:
   """Returns the layout of the file that process `number` of `count` writes."""
-  names = share_of(spec, number, count)  # All if there is one process.
+  names = share_of(spec, number, count)  # All tensors, if there is only one process.
   return FileLayout({entry.hf: entry.shape for entry in entries(spec) if entry.hf in names}, dtype)
 
 
@@ -207,7 +207,7 @@ class ShareOrder(NamedTuple):
   """Tokens of the versions that are still published."""
   image: ImageOrder | None = None
   """If not None, each process takes its share into its image, and writes it when process 0 has
-  decided how.
+  decided how. If None, each process writes its share at once.
   """
 
   def to_json(self) -> Json:

@@ -135,7 +135,7 @@ class Distributor:
     return self._described.keys()
 
   def forget(self, name: str) -> None:
-    """Discards what is known of a host's files, because a server could not read them."""
+    """Discards the records of a host's files, because a server could not read them."""
     if name in self._hosts:
       self._hosts[name].pulled.clear()
 

@@ -1,4 +1,4 @@
-"""Orders by which a trainer has a host fetch published weights."""
+"""Orders with which a trainer makes a host fetch published weights."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ class Store:
     """Removes all bundles except those with the given ids."""
     for released in [name for name in self._holdings if name not in keep]:
       holding = self._holdings.pop(released, None)
-      if holding is None:  # Another order has released it meanwhile.
+      if holding is None:  # Another order has released the bundle meanwhile.
         continue
       if holding.fetching is not None:
         holding.fetching.cancel()
