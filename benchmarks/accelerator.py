@@ -37,12 +37,14 @@ from updates import Learner, Row, pack_rows, random_rows
 
 from jaxrl_llm.core import script
 from jaxrl_llm.core.errors import RunError, UserError
+from jaxrl_llm.models.attention import platform_of, proven
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.flops import causal_pairs, model_flops
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
-from jaxrl_llm.ops.attention import attention
+from jaxrl_llm.ops.attention import KERNELS, attention
 from jaxrl_llm.ops.logprobs import plan_token_chunk
 from jaxrl_llm.ops.places import Places
+from jaxrl_llm.ops.self_check import Trial
 
 _PARTS = flags.DEFINE_list(
   'parts', ['product', 'attention', 'steps', 'offload'], 'What is measured.'
@@ -127,13 +129,13 @@ def product() -> dict[str, float]:
   return {'tflops': 2 * size**3 * repeats / took / 1e12}
 
 
-IMPLEMENTATIONS = ('masked', 'blockwise', 'pallas_gpu')
+IMPLEMENTATIONS = ('masked', 'blockwise', *KERNELS['gpu'])
 """Values of `ModelOptions.attention` on a GPU."""
 
 
 def computed_by(name: str) -> Callable:
   """Returns the function (query, key, value, places) -> attention output."""
-  if name == 'pallas_gpu' and jax.default_backend() != 'gpu':
+  if name in KERNELS['gpu'] and jax.default_backend() != 'gpu':
     raise Missing(f'it runs on GPUs only, and this is a {jax.default_backend()}')
   return lambda q, k, v, places: attention(q, k, v, places, places, implementation=name)
 
@@ -198,18 +200,25 @@ def attention_part(model: str) -> dict[str, object]:
     try:
       parts, run = values_and_gradients(name, jnp.bfloat16)
       found[name] = [distance(*pair) for pair in zip(parts, wanted)] + [1e3 * seconds(run)]
-    except Missing as reason:
-      found[name] = str(reason)
+    except Exception as reason:  # Libraries and compilers raise errors of any type.
+      found[name] = str(reason).splitlines()[0]
   return found
 
 
 def own_step(model: str) -> dict[str, float]:
   spec = spec_of(model)
-  options = ModelOptions(
-    scan_layers=_SCAN.value, remat=_REMAT.value, dtype='bfloat16', param_dtype='float32'
-  )
   rows = rows_of(spec)
   length = len(rows[0].tokens)
+  # As a run does when it starts.
+  trial = Trial(spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, 'bfloat16')
+  checked = proven('auto', trial, platform=platform_of(None), time=length, shards=1)
+  options = ModelOptions(
+    scan_layers=_SCAN.value,
+    remat=_REMAT.value,
+    dtype='bfloat16',
+    param_dtype='float32',
+    attention=checked.implementation if checked else 'auto',
+  )
   token_chunk = plan_token_chunk(
     chunks=_CHUNKS.value, time=length, vocab=spec.vocab_size, budget_bytes=2 << 30
   )

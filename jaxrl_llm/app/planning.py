@@ -23,16 +23,20 @@ from jaxrl_llm.app.composition.automatic import (
   with_sized,
   with_values,
 )
+from jaxrl_llm.app.composition.shapes import chunk_length
 from jaxrl_llm.app.composition.stages import policy_options
 from jaxrl_llm.app.dry_run.memory_plan import Fit, Plan, Search, Target, measure, memory_limit
 from jaxrl_llm.app.schema import AUTO, Config
 from jaxrl_llm.core.errors import RunError, UserError, one_line
 from jaxrl_llm.core.process.xla_flags import automatic_flags
 from jaxrl_llm.core.types import Json
-from jaxrl_llm.models.attention import chosen
+from jaxrl_llm.models.attention import chosen, platform_of, proven
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.ops.attention import KERNELS
+from jaxrl_llm.ops.self_check import Trial
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
 async def agreed(
@@ -55,7 +59,7 @@ async def agreed(
     UserError: no memory plan fits a device.
     RunError: a process cannot use a choice; the message names the process.
   """
-  config = await _with_kernel(config, target.mesh, coordinator)
+  config = await _with_kernel(config, target, coordinator, device, tell)
   if not open_fields(config):
     return config, None
   limits = await coordinator.gather(memory_limit(config, target.mesh, None))
@@ -95,29 +99,75 @@ def _worst(plan: Plan, reports: Sequence[Any]) -> Fit:
   return max(fits, key=lambda fit: (bool(fit.excess), fit.needed))
 
 
-async def _with_kernel(config: Config, mesh: Mesh, coordinator: Coordinator) -> Config:
-  """Returns the configuration with the fused attention kernel that process 0 has chosen. If process
-  0 has chosen no fused kernel, the field keeps its value.
+async def _with_kernel(
+  config: Config,
+  target: Target,
+  coordinator: Coordinator,
+  device: DeviceThread,
+  tell: Callable[[str], None],
+) -> Config:
+  """Returns the configuration with the attention implementation that process 0 has chosen. If the
+  choice depends on the length of the rows, the field keeps its value.
 
-  Raises RunError if a process chooses another kernel, cannot use one, or has other compiler flags.
+  Raises RunError if a process chooses another one, cannot use it, or has other compiler flags.
   """
   mine: dict[str, Json] = {'host': socket.gethostname(), 'flags': list(automatic_flags(os.environ))}
+  length = chunk_length(config, target.mesh)
   try:
-    options = policy_options(config)
-    choice = chosen(options, mesh, time=1, keys=1, same_tokens=True)
-    mine['attention'] = choice.implementation if choice.implementation in KERNELS.values() else AUTO
+    attention, reason = await device.run(attention_here, config, target.mesh, target.spec, length)
+    mine |= {'attention': attention, 'reason': reason}
+    if reason:
+      tell(f'attention: {attention}, {reason}')
   except UserError as error:
     mine['error'] = one_line(error)
-  reports = await coordinator.gather(mine)
+  first = agreed_report(await coordinator.gather(mine))
+  return with_values(config, {ATTENTION: first['attention']})
+
+
+def agreed_report(reports: Sequence[Any]) -> Any:
+  """Returns the report of process 0 on its attention and compiler flags. Raises RunError if another
+  process cannot use its attention, or differs from process 0; the message names that process.
+  """
   first = reports[0]
   for process, report in enumerate(reports):
     if 'error' in report:
       raise _rejected(process, report['host'], 'cannot use the attention', report)
     for name, what in (('attention', 'attention'), ('flags', 'flags of the compiler')):
       if report[name] != first[name]:
-        difference = {'error': f'{report[name]!r}, wanted {first[name]!r} as on process 0'}
+        why = f' ({report["reason"]})' if name == 'attention' and report['reason'] else ''
+        difference = {'error': f'{report[name]!r}{why}, wanted {first[name]!r} as on process 0'}
         raise _rejected(process, report['host'], f'has other {what}', difference)
-  return with_values(config, {ATTENTION: first['attention']})
+  return first
+
+
+def attention_here(config: Config, mesh: Mesh, spec: ModelSpec, length: int) -> tuple[str, str]:
+  """Chooses the attention implementation of training, on platforms with a fused kernel. On GPUs,
+  this checks kernels on a device of this process.
+
+  Args:
+    length: number of tokens of a packed chunk.
+
+  Returns:
+    (implementation, or 'auto' if the choice depends on the length of the rows; the device and the
+    reasons against other kernels, or an empty text if none was checked).
+
+  Raises:
+    UserError: the configured implementation cannot be used.
+  """
+  options = policy_options(config)
+  sizes = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+  found = proven(
+    options.attention,
+    Trial(*sizes, options.dtype),
+    platform=platform_of(mesh),
+    time=length,
+    shards=mesh.shape[SEQUENCE],
+  )
+  if found is not None:
+    return found
+  choice = chosen(options, mesh, time=1, keys=1, same_tokens=True)
+  is_kernel = choice.implementation in KERNELS.get(platform_of(mesh), ())
+  return (choice.implementation if is_kernel else AUTO), ''
 
 
 def _rejected(process: int, host: str, what: str, report: Any) -> RunError:

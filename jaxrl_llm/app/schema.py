@@ -86,10 +86,13 @@ class PolicyConfig:
   recomputation saves memory only with `scan_layers`. With 'auto', the memory plan chooses the value
   (`learner.memory_bytes`).
   """
-  attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
+  attention: Literal['auto', 'masked', 'blockwise', 'splash', 'cudnn', 'tokamax', 'pallas_gpu'] = (
+    'auto'
+  )
   """Attention implementation in training: 'masked' materializes all scores, 'blockwise' one block
-  at a time; 'splash' is a TPU kernel, 'pallas_gpu' a GPU kernel; 'auto' chooses by platform and
-  length.
+  at a time; 'splash' is a TPU kernel; 'cudnn', 'tokamax' (if that package is installed) and
+  'pallas_gpu' (JAX's Triton kernel) are GPU kernels. 'auto' chooses by platform and length. On
+  GPUs, it is the first of these kernels that passes a check when the run starts, else 'blockwise'.
   """
   lora: LoraConfig | None = None
   """LoRA adapters to train in all stages. The other weights are frozen. If None, the whole model is

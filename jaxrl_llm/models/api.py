@@ -132,7 +132,9 @@ def build_model(
 # it once.
 @functools.lru_cache(maxsize=16)
 def _init_of(spec: ModelSpec, options: ModelOptions) -> Callable[[Array], Params]:
-  scanned = Decoder(spec, dataclasses.replace(options, scan_layers=True, remat='none'))
+  # Parameters do not depend on the attention. A kernel might not run on the default devices.
+  plain = dataclasses.replace(options, scan_layers=True, remat='none', attention='masked')
+  scanned = Decoder(spec, plain)
 
   def init(key: PRNGKeyArray | UInt32[Array, '2']) -> Params:
     token = jnp.zeros((1, 1), jnp.int32)

@@ -2,23 +2,34 @@
 device computes its shard locally.
 
 Invariant: the implementation is chosen and validated only in `chosen`, from static information. The
-choice affects rounding only.
+choice affects rounding only. `proven` adds what a run finds out about kernels when it starts.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.models.spec import ModelOptions
-from jaxrl_llm.ops.attention import Choice, attention, choose
+from jaxrl_llm.ops.attention import (
+  CHECKED,
+  KERNELS,
+  Choice,
+  Implementation,
+  attention,
+  choose,
+  unsupported,
+)
 from jaxrl_llm.ops.fused import fill, run_splash, splash_kernel, splash_length
 from jaxrl_llm.ops.places import Places
+from jaxrl_llm.ops.self_check import Trial, first_correct
 from jaxrl_llm.parallel.mesh import SEQUENCE
 from jaxrl_llm.parallel.rules import RULES, sharding
 
@@ -34,16 +45,72 @@ def chosen(
   """Chooses the attention implementation for rows of `time` queries and `keys` keys. The result
   includes the reason for the choice.
   """
-  platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
   return choose(
     options.attention,
-    platform='gpu' if platform in ('cuda', 'rocm') else platform,
+    platform=platform_of(mesh),
     time=time,
     keys=keys,
     same_tokens=same_tokens,
     dtype=options.dtype,
     shards=1 if mesh is None else mesh.shape[SEQUENCE],
   )
+
+
+def platform_of(mesh: Mesh | None) -> str:
+  """Returns the platform of a mesh, or of the default devices if there is no mesh: 'cpu', 'gpu' or
+  'tpu'.
+  """
+  platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+  return 'gpu' if platform in ('cuda', 'rocm') else platform
+
+
+class Proven(NamedTuple):
+  """Attention implementation that was found correct on the default device."""
+
+  implementation: Implementation
+  reason: str
+  """The device, and why the implementations before this one cannot be used."""
+
+
+def proven(asked: str, trial: Trial, *, platform: str, time: int, shards: int) -> Proven | None:
+  """Finds the first of the platform's kernels that gives the results of masked attention on the
+  default device. The last candidate is blockwise attention.
+
+  Args:
+    asked: implementation from the configuration. A kernel named here is the only candidate.
+    platform: platform whose kernels are candidates.
+    time: maximum number of tokens of a row.
+    shards: number of shards of the time axis.
+
+  Returns:
+    The implementation. None if nothing needs a check: on platforms that are not in `CHECKED`, or if
+    the configuration names an implementation in plain JAX.
+
+  Raises:
+    UserError: the kernel that the configuration names cannot be used, or no candidate is correct.
+  """
+  if platform not in CHECKED or asked not in ('auto', *KERNELS[platform]):
+    return None
+  rule = dict(window=trial.window, softcap=trial.softcap)
+  inputs = dict(time=time, keys=time, dtype=trial.dtype, shards=shards, **rule)
+  names = KERNELS[platform] if asked == 'auto' else (asked,)
+  rejected = {name: why for name in names if (why := unsupported(name, **inputs))}
+  candidates = [name for name in names if name not in rejected]
+  candidates += ['blockwise'] if asked == 'auto' else []
+
+  def compute_by(name: Implementation):
+    return lambda query, key, value, places: attention(
+      query, key, value, places, places, implementation=name, **rule
+    )
+
+  found = first_correct({name: compute_by(name) for name in candidates}, trial)
+  rejected |= found.rejected
+  if found.name is None:
+    reasons = '; '.join(f'{name}: {reason}' for name, reason in rejected.items())
+    raise UserError(f'policy.attention: {reasons}; choose auto')
+  device = jax.local_devices()[0].device_kind
+  others = ''.join(f'; {name}: {reason}' for name, reason in rejected.items())
+  return Proven(found.name, f'correct on {device}{others}')
 
 
 def sharded_attention(

@@ -161,7 +161,9 @@ class ModelOptions:
   'none' saves all activations. 'full' saves only the input of the layer. 'dots' saves the results
   of the layer's products with kernels. 'offload' saves only the input of the layer, in host memory.
   """
-  attention: Literal['auto', 'masked', 'blockwise', 'splash', 'pallas_gpu'] = 'auto'
+  attention: Literal['auto', 'masked', 'blockwise', 'splash', 'cudnn', 'tokamax', 'pallas_gpu'] = (
+    'auto'
+  )
   """Attention implementation. 'auto' chooses by platform and length, see `ops.attention.choose`."""
   dtype: str = 'float32'
   """Dtype of activations and KV cache. Statistics (softmax, norms, rotary embedding) are computed

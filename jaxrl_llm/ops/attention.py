@@ -7,6 +7,7 @@ produce NaN.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,14 +16,28 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.ops.blockwise import BLOCK, blockwise
-from jaxrl_llm.ops.fused import pallas_gpu, splash, why_not_pallas_gpu, why_not_splash
+from jaxrl_llm.ops.fused import (
+  cudnn,
+  pallas_gpu,
+  splash,
+  tokamax,
+  why_not_cudnn,
+  why_not_pallas_gpu,
+  why_not_splash,
+  why_not_tokamax,
+)
 from jaxrl_llm.ops.places import FLOOR, MASKED, Places, visible
 
-Implementation = Literal['masked', 'blockwise', 'splash', 'pallas_gpu']
+Implementation = Literal['masked', 'blockwise', 'splash', 'cudnn', 'tokamax', 'pallas_gpu']
 SHARES_PREFIXES: frozenset[Implementation] = frozenset({'masked', 'blockwise'})
 """Implementations in which segments may share prefixes (`Places.seen_until`)."""
-KERNELS = {'tpu': 'splash', 'gpu': 'pallas_gpu'}
-"""Fused kernel of each platform that has one."""
+KERNELS: Mapping[str, tuple[Implementation, ...]] = {
+  'tpu': ('splash',),
+  'gpu': ('cudnn', 'tokamax', 'pallas_gpu'),
+}
+"""Fused kernels of each platform that has any, in the order in which they are tried."""
+CHECKED = frozenset({'gpu'})
+"""Platforms whose kernels are used only after a check on the devices of the run (`self_check`)."""
 MASKED_SCORES = 256 * 256
 """Number of scores per head (queries × keys of a row) up to which masked attention is as fast as
 blockwise attention on a CPU. At 512 × 512, blockwise attention takes at most a third of the time of
@@ -53,6 +68,10 @@ def choose(
 ) -> Choice:
   """Chooses the implementation of an attention. The result includes the reason for the choice.
 
+  On a platform in `CHECKED`, 'auto' stands for an implementation in plain JAX. At the start of a
+  run, the first of the platform's kernels that is correct there takes the place of 'auto'
+  (`models.attention.proven`).
+
   Args:
     asked: implementation from the configuration. A fused kernel named here is used only if
       `same_tokens` is true; otherwise, as in attention over a KV cache, the choice is that of
@@ -70,23 +89,46 @@ def choose(
   block = 128 if platform == 'cpu' else 512
   if asked in ('masked', 'blockwise'):
     return Choice(asked, 'as configured', block)
-  kernel, why_not = KERNELS.get(platform), None
-  if same_tokens and asked not in ('auto', kernel):
+  kernels = KERNELS.get(platform, ())
+  if same_tokens and asked not in ('auto', *kernels):
     raise UserError(
       f'policy.attention: {asked} does not run on this platform ({platform}); choose auto'
     )
-  if kernel == 'splash':
-    why_not = why_not_splash(dtype)
-  if kernel == 'pallas_gpu':
-    why_not = why_not_pallas_gpu(dtype, window=window, softcap=softcap, shards=shards)
-  if same_tokens and asked != 'auto' and why_not:
-    raise UserError(f'policy.attention: {why_not}; choose auto')
-  if same_tokens and kernel and not why_not:
-    return Choice(kernel, f'the kernel of {platform}', block)
+  reason = f'{time} × {keys} scores on {platform}'
+  if same_tokens and (asked != 'auto' or (kernels and platform not in CHECKED)):
+    kernel = kernels[0] if asked == 'auto' else asked
+    rule = dict(time=time, keys=keys, dtype=dtype, window=window, softcap=softcap, shards=shards)
+    why_not = unsupported(kernel, **rule)
+    if why_not and asked != 'auto':
+      raise UserError(f'policy.attention: {why_not}; choose auto')
+    if not why_not:
+      how = 'as configured' if asked != 'auto' else f'the kernel of {platform}'
+      return Choice(kernel, how, block)
+    reason = why_not
   few = time * keys <= MASKED_SCORES
-  return Choice(
-    'masked' if few else 'blockwise', why_not or f'{time} × {keys} scores on {platform}', block
-  )
+  return Choice('masked' if few else 'blockwise', reason, block)
+
+
+def unsupported(
+  kernel: Implementation,
+  *,
+  time: int,
+  keys: int,
+  dtype: Any,
+  window: int | None = None,
+  softcap: float | None = None,
+  shards: int = 1,
+) -> str | None:
+  """Returns the reason why a fused kernel does not support inputs with these properties; None if it
+  may support them. The arguments are those of `choose`.
+  """
+  if kernel == 'splash':
+    return why_not_splash(dtype)
+  if kernel == 'cudnn':
+    return why_not_cudnn(dtype, time=time, keys=keys, softcap=softcap)
+  if kernel == 'tokamax':
+    return why_not_tokamax(dtype, shards=shards)
+  return why_not_pallas_gpu(dtype, window=window, softcap=softcap, shards=shards)
 
 
 def attention(
@@ -110,14 +152,14 @@ def attention(
 
   Args:
     of_queries: places of the queries' tokens. `visible` defines which keys a query sees.
-    of_keys: places of the keys' tokens. For a fused kernel, this must be the same object as
-      `of_queries`, which states that queries and keys belong to the same tokens. The segments of
-      each row must then follow one another, with consecutive positions.
+    of_keys: places of the keys' tokens. For a fused kernel except 'cudnn', this must be the same
+      object as `of_queries`, which states that queries and keys belong to the same tokens. The
+      segments of each row must then follow one another, with consecutive positions.
     window: number of tokens that a query sees, including its own; None for no limit.
     softcap: if given, scores s become softcap · tanh(s / softcap).
     implementation: 'masked' materialises all scores. 'blockwise' materialises one block of scores
-      at a time, in the forward and the backward pass. 'splash' and 'pallas_gpu' are the fused
-      kernels for TPUs and GPUs. See `choose`.
+      at a time, in the forward and the backward pass. 'splash' is the fused kernel for TPUs;
+      'cudnn', 'tokamax' and 'pallas_gpu' are those for GPUs. See `choose`.
     block: block size in tokens, for 'blockwise'.
     interpret: whether a fused kernel runs in interpreter mode, which works on any platform; for
       tests.
@@ -131,16 +173,21 @@ def attention(
     return blockwise(
       query, key, value, of_queries, of_keys, window=window, softcap=softcap, block=block
     )
-  if of_queries is not of_keys:
+  if of_queries is not of_keys and implementation != 'cudnn':
     raise ValueError(f'attention: {implementation} needs queries and keys of the same tokens')
   if of_keys.seen_until is not None:
     raise ValueError(f'attention: {implementation} does not share prefixes')
+  sizes = dict(time=query.shape[1], keys=key.shape[1], dtype=query.dtype)
+  if missing := unsupported(implementation, **sizes, window=window, softcap=softcap):
+    raise ValueError(f'attention: {missing}')
   if implementation == 'splash':
     return splash(
       query, key, value, of_queries, window=window, softcap=softcap, interpret=interpret
     )
-  if missing := why_not_pallas_gpu(query.dtype, window=window, softcap=softcap, shards=1):
-    raise ValueError(f'attention: {missing}')
+  if implementation == 'cudnn':
+    return cudnn(query, key, value, of_queries, of_keys, window=window)
+  if implementation == 'tokamax':
+    return tokamax(query, key, value, of_queries, window=window, softcap=softcap)
   return pallas_gpu(query, key, value, of_queries, interpret=interpret)
 
 

@@ -1,25 +1,32 @@
-"""Fused attention kernels shipped with JAX: splash attention (TPU) and a Triton kernel (GPU).
+"""Fused attention kernels: splash attention for TPUs; for GPUs cuDNN, the kernels of tokamax, and
+JAX's Triton kernel.
 
-Invariant: both kernels mask by index (causally) and by segment, so queries and keys must be the
-same tokens in the same order; see `attention`. The module of a kernel is imported where it is used,
-because the import takes most of a second.
+Invariant: except for cuDNN, the kernels mask by index (causally) and by segment, so queries and
+keys must be the same tokens in the same order; see `attention`. The module of a kernel is imported
+where it is used, because the import takes most of a second. No kernel for GPUs has run on one yet.
+A run uses such a kernel only after a check on its own devices (`ops.self_check`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxrl_llm.ops.places import Places
+from jaxrl_llm.ops.places import Places, visible
 
 BLOCKS = (512, 256, 128)
 """Block sizes of splash attention in tokens, largest first. `splash_length` pads rows to a multiple
 of one of these sizes. For the GPU kernel, rows are padded to a multiple of the smallest size.
+"""
+CUDNN_SCORES = 8192 * 8192
+"""Number of scores per head (queries × keys of a row) up to which cuDNN is used, because the mask
+that it needs has as many elements, 134 MB in bfloat16.
 """
 _GPU_KERNEL = 'jax.experimental.pallas.ops.gpu.attention'
 
@@ -47,6 +54,36 @@ def why_not_pallas_gpu(
     return 'pallas_gpu numbers tokens from its first query, so the time axis cannot be sharded'
   if importlib.util.find_spec(_GPU_KERNEL) is None:
     return f'this version of JAX has no {_GPU_KERNEL}'
+  return None
+
+
+def why_not_cudnn(dtype: Any, *, time: int, keys: int, softcap: float | None) -> str | None:
+  """Returns the reason why `cudnn` does not support inputs with these properties; None if it may
+  support them. The version of cuDNN, the GPU and the size of the heads matter too.
+
+  Args:
+    time: number of queries per row.
+    keys: number of keys per row.
+  """
+  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+    return f'cudnn does not compute in {jnp.dtype(dtype).name}'
+  if softcap is not None:
+    return 'cudnn supports no softcap'
+  if time * keys > CUDNN_SCORES:
+    return f'cudnn needs a mask of {time} × {keys} elements for each row'
+  return None
+
+
+def why_not_tokamax(dtype: Any, *, shards: int) -> str | None:
+  """Returns the reason why `tokamax` does not support inputs with these properties; None if it may
+  support them. `shards` is the number of shards of the time axis.
+  """
+  if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    return f'tokamax does not compute in {jnp.dtype(dtype).name}'
+  if shards > 1:
+    return 'tokamax numbers tokens from its first query, so the time axis cannot be sharded'
+  if importlib.util.find_spec('tokamax') is None:
+    return 'tokamax is not installed'
   return None
 
 
@@ -150,6 +187,62 @@ def splash(
   return run_splash(kernel, query, key, value, ids, ids)[:, :time]
 
 
+def cudnn(
+  query: Float[Array, 'batch time heads head_dim'],
+  key: Float[Array, 'batch keys kv_heads head_dim'],
+  value: Float[Array, 'batch keys kv_heads head_dim'],
+  of_queries: Places,
+  of_keys: Places,
+  *,
+  window: int | None = None,
+) -> Float[Array, 'batch time heads head_dim']:
+  """Runs cuDNN's flash attention.
+
+  JAX's public interface to cuDNN has no packed segments. Therefore the visible keys are passed as a
+  mask `[batch, 1, time, keys]`. Thanks to the mask, the queries may be a shard of the keys' tokens.
+  """
+  mixed = jax.nn.dot_product_attention(
+    query,
+    key,
+    value,
+    mask=visible(of_queries, of_keys, window=window)[:, None],
+    is_causal=of_queries is of_keys,
+    implementation='cudnn',
+  )
+  return _without_padding(mixed, of_queries.segment_ids)
+
+
+def tokamax(
+  query: Float[Array, 'batch time heads head_dim'],
+  key: Float[Array, 'batch time kv_heads head_dim'],
+  value: Float[Array, 'batch time kv_heads head_dim'],
+  places: Places,
+  *,
+  window: int | None = None,
+  softcap: float | None = None,
+  kernels: Sequence[str] = ('mosaic', 'triton'),
+) -> Float[Array, 'batch time heads head_dim']:
+  """Runs the first of tokamax's kernels that supports the inputs and the device.
+
+  Args:
+    kernels: names of kernels. 'xla_chunked' runs on any platform.
+  """
+  import tokamax as library
+
+  before = places.positions if window is None else jnp.minimum(places.positions, window - 1)
+  # tokamax takes a window in place of segments. As an array, it has one width per query: a query
+  # sees as many tokens before it as its segment has.
+  mixed = library.dot_product_attention(
+    query,
+    key,
+    value,
+    local_window_size=(before[:, None, :], 0),
+    logits_soft_cap=softcap,
+    implementation=tuple(kernels),
+  )
+  return _without_padding(mixed, places.segment_ids)
+
+
 def pallas_gpu(
   query: Float[Array, 'batch time heads head_dim'],
   key: Float[Array, 'batch time kv_heads head_dim'],
@@ -160,10 +253,8 @@ def pallas_gpu(
 ) -> Float[Array, 'batch time heads head_dim']:
   """Runs JAX's Triton kernel, which compares segment ids inside the kernel.
 
-  cuDNN is not used, because JAX's public interface to it supports segments only as a bias array
-  `[batch, 1, time, time]`. The Triton kernel does not need such an array. The kernel compiles only
-  where a GPU is present and has not yet run on one; tests compare it with the reference
-  implementation in Pallas's interpreter mode. JAX 0.12 announces that the kernel will be removed.
+  The kernel compiles for an absent H100. Tests compare it with the reference implementation in
+  Pallas's interpreter mode. JAX 0.12 announces that the kernel will be removed.
 
   Args:
     interpret: whether the kernel runs in interpreter mode, which works on any platform; for tests.

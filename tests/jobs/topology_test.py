@@ -267,6 +267,13 @@ def test_the_training_step_compiles_for_a_gpu(on_gpus):
   assert largest == 'bf16'
 
 
+@pytest.mark.acceptance
+def test_the_triton_kernel_of_gpus_compiles_on_request():
+  text = on_gpu_devices('--config.policy.attention=pallas_gpu')
+  assert 'attention in training: pallas_gpu (as configured)' in text
+  assert 'does not fit' not in line_of('update', text)
+
+
 def overlapped(text):
   """Share of the bytes of the update's collectives that travel beside matrix products, in %."""
   return int(re.search(r'(\d+)% of the bytes beside matrix products', line_of('update', text))[1])

@@ -352,10 +352,10 @@ def pick(
     ('splash', dict(platform='tpu', window=1024, softcap=50.0, shards=4)),
     ('blockwise', dict(platform='tpu', dtype='float64')),
     ('pallas_gpu', dict(platform='gpu', asked='pallas_gpu')),
-    ('pallas_gpu', dict(platform='gpu')),
-    ('blockwise', dict(platform='gpu', window=1024)),
-    ('blockwise', dict(platform='gpu', softcap=50.0)),
-    ('blockwise', dict(platform='gpu', shards=2)),
+    ('cudnn', dict(platform='gpu', asked='cudnn', window=1024, shards=2)),
+    # A kernel of a GPU is used only after a check (tests/ops/self_check_test.py).
+    ('blockwise', dict(platform='gpu')),
+    ('masked', dict(platform='gpu', time=64)),
     # A cache: one token a row is masked however long the cache is, within reason, and whatever is
     # asked for.
     ('masked', dict(same_tokens=False, time=1, keys=32_768)),
@@ -375,6 +375,12 @@ def test_the_choice(wanted, given):
     ('pallas_gpu does not run on this platform .tpu.', dict(asked='pallas_gpu', platform='tpu')),
     ('not in float64', dict(asked='splash', platform='tpu', dtype='float64')),
     ('cannot be sharded', dict(asked='pallas_gpu', platform='gpu', shards=2)),
+    ('neither window nor softcap', dict(asked='pallas_gpu', platform='gpu', window=1024)),
+    ('not compute in float32', dict(asked='cudnn', platform='gpu', dtype='float32')),
+    ('no softcap', dict(asked='cudnn', platform='gpu', softcap=50.0)),
+    ('a mask of 16384 × 16384', dict(asked='cudnn', platform='gpu', time=16_384)),
+    ('tokamax is not installed', dict(asked='tokamax', platform='gpu')),
+    ('cannot be sharded', dict(asked='tokamax', platform='gpu', shards=2)),
   ],
 )
 def test_a_kernel_that_cannot_do_it_is_refused_in_one_line(message, given):

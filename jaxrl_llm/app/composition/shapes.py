@@ -14,9 +14,9 @@ from jaxrl_llm.app.schema import AUTO, Config, StageConfig
 from jaxrl_llm.app.sources import Followed, Recorded, Rollouts
 from jaxrl_llm.batching.plan import Shape, plan_shape
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.models.attention import chosen
+from jaxrl_llm.models.attention import chosen, platform_of
 from jaxrl_llm.models.spec import ModelOptions
-from jaxrl_llm.ops.attention import SHARES_PREFIXES
+from jaxrl_llm.ops.attention import CHECKED, SHARES_PREFIXES
 from jaxrl_llm.parallel.mesh import SEQUENCE, data_parallel_ranks
 
 
@@ -72,13 +72,23 @@ def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOpti
   """
   chunks = config.learner.chunks_per_rank
   chunks = SMALL['chunks_per_rank'] if chunks == AUTO else chunks
-  apart = _Chunking(chunks, _chunk_len(config, mesh), False)
+  apart = _Chunking(chunks, chunk_length(config, mesh), False)
   unit = stage.source.unit
   # The rows of a pair are never separated.
   alike = unit if unit == 2 else -(-_alike(stage, config) // stage.minibatches)
   if alike == 1 or not config.learner.share_prefixes:
     return apart
   chunks, chunk_len = apart[:2]
+  if options.attention == AUTO and platform_of(mesh) in CHECKED:
+    # The devices are absent, or a run has not begun. It will use a kernel there.
+    return apart
+  choice = chosen(options, mesh, time=chunk_len, keys=chunk_len, same_tokens=True)
+  if choice.implementation not in SHARES_PREFIXES:
+    logging.info(
+      'stage %s: shared prefixes are computed once per sequence, since attention is %s (%s)',
+      *(stage.name, choice.implementation, choice.reason),
+    )
+    return apart
   # Chunks for masked attention stay short, because its cost grows with the square of their length.
   if config.learner.chunk_len is None and options.attention != 'masked':
     rollout, room = config.rollout, chunks * chunk_len
@@ -90,13 +100,6 @@ def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOpti
     chunk_len = max(chunk_len, room // chunks // multiple * multiple)
     if chunks * (chunk_len // rollout.max_length) < unit:
       chunks, chunk_len = apart[:2]
-  choice = chosen(options, mesh, time=chunk_len, keys=chunk_len, same_tokens=True)
-  if choice.implementation not in SHARES_PREFIXES:
-    logging.info(
-      'stage %s: shared prefixes are computed once per sequence, since attention is %s (%s)',
-      *(stage.name, choice.implementation, choice.reason),
-    )
-    return apart
   return _Chunking(chunks, chunk_len, True)
 
 
@@ -112,8 +115,12 @@ def _alike(stage: StageConfig, config: Config) -> int:
   return 1
 
 
-def _chunk_len(config: Config, mesh: Mesh) -> int:
-  """Returns the length of a packed chunk in tokens, if sequences do not share prefixes."""
+def chunk_length(config: Config, mesh: Mesh) -> int:
+  """Returns the length of a packed chunk in tokens, if sequences do not share prefixes.
+
+  Raises:
+    UserError: the configured length is too small or does not fit the mesh.
+  """
   longest, sequence = config.rollout.max_length, mesh.shape[SEQUENCE]
   multiple = math.lcm(8, sequence)
   chunk_len = config.learner.chunk_len or -(-longest // multiple) * multiple

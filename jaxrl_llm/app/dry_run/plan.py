@@ -16,16 +16,19 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.automatic import (
+  ATTENTION,
   open_fields,
   with_logits_budget,
   with_named,
   with_sized,
+  with_values,
 )
 from jaxrl_llm.app.composition.chosen import settle
 from jaxrl_llm.app.composition.engines import engine_setting
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
 from jaxrl_llm.app.composition.reward_role import TrainerRewardModel, build_reward_model
 from jaxrl_llm.app.composition.scorers import build_scorers
+from jaxrl_llm.app.composition.shapes import chunk_length
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import critic_model
 from jaxrl_llm.app.composition.workdir import has_commits
@@ -33,6 +36,7 @@ from jaxrl_llm.app.dry_run.compiled import Compilation
 from jaxrl_llm.app.dry_run.memory_plan import Fit, Plan, Search, Target, measure, memory_limit
 from jaxrl_llm.app.dry_run.phases import planned
 from jaxrl_llm.app.dry_run.programs import Held, held
+from jaxrl_llm.app.planning import attention_here
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.sources import Rollouts
 from jaxrl_llm.config.values import to_json
@@ -259,6 +263,27 @@ def _run_plan(
   )
 
 
+def with_proven_attention(found: RunPlan) -> tuple[RunPlan, str]:
+  """Chooses the attention implementation on GPUs of this process, as a run does when it starts.
+
+  Returns:
+    The run with this implementation, and a line of text about it. On other devices, and if the
+    devices are absent, the run is returned unchanged, and the text is empty.
+
+  Raises:
+    UserError: the configured implementation cannot be used.
+  """
+  if found.chip is not None:
+    return found, ''
+  config, mesh = found.config, found.mesh
+  attention, reason = attention_here(config, mesh, found.prepared.spec, chunk_length(config, mesh))
+  if not reason:
+    return found, ''
+  config = with_values(config, {ATTENTION: attention})
+  checked = _run_plan(config, found.workdir, found.chip, mesh, found.prepared)
+  return checked, f'attention: {attention}, {reason}'
+
+
 def with_memory_plan(
   found: RunPlan,
 ) -> tuple[RunPlan, Search | None, Mapping[str, Compilation]]:
@@ -309,13 +334,14 @@ def _count(tree: Any) -> int:
 
 def options_for(config: Config, chip: str | None) -> ModelOptions:
   """Returns the model options of training. If the target is a GPU that is not present, 'blockwise'
-  replaces 'auto' attention, because fused GPU attention compiles only on a machine with a GPU.
+  replaces 'auto', because the kernel is chosen on the GPU itself. It also replaces 'cudnn' and
+  'tokamax', which need a GPU when they are traced.
   """
   options = policy_options(config)
   absent = chip is not None and CHIPS[chip].platform == 'cuda'
   return (
     dataclasses.replace(options, attention='blockwise')
-    if absent and options.attention == 'auto'
+    if absent and options.attention in ('auto', 'cudnn', 'tokamax')
     else options
   )
 

@@ -14,7 +14,13 @@ from jaxrl_llm.app.composition.scorers import SCORERS
 from jaxrl_llm.app.composition.workdir import check_configuration
 from jaxrl_llm.app.dry_run.compiled import Compilation, compile_program, held_table
 from jaxrl_llm.app.dry_run.phases import phases_table
-from jaxrl_llm.app.dry_run.plan import RunPlan, plan, resolved, with_memory_plan
+from jaxrl_llm.app.dry_run.plan import (
+  RunPlan,
+  plan,
+  resolved,
+  with_memory_plan,
+  with_proven_attention,
+)
 from jaxrl_llm.app.dry_run.programs import (
   Program,
   publishing_program,
@@ -102,7 +108,10 @@ def print_plan(
       not fit the target devices. In the latter case, all programs are printed first.
   """
   console = _console(as_json)
-  planned, search, compiled = with_memory_plan(plan(config, workdir, console.print, topology))
+  checked, attention = with_proven_attention(plan(config, workdir, console.print, topology))
+  if attention:
+    console.print(attention)
+  planned, search, compiled = with_memory_plan(checked)
   if not as_json:
     _print(planned, console)
   for line in search.lines() if search else ():
