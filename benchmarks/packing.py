@@ -38,7 +38,8 @@ _TINY = flags.DEFINE_bool(
 
 
 def utilisations(rows: int, *, chunk_len: int, draws: int = 20, **sizes: int) -> list[float]:
-  """Returns, for each draw, the share of tokens in what an optimizer step of `rows` rows computes.
+  """Returns, for each draw, the fraction of the token slots computed in an optimizer step of `rows`
+  rows that contain a token.
 
   Args:
     sizes: further arguments of `pack`.

@@ -174,9 +174,9 @@ class LearnerConfig:
   """
   split_remainder: bool = False
   """Whether the last chunks of an optimizer step, if they do not fill a micro-batch, are computed
-  one chunk per rank at a time, instead of as a micro-batch with empty chunks. This fills more of
-  what is computed, but each program is larger and takes longer to compile. The results are the same
-  up to rounding. The option has no effect on preference pairs.
+  one chunk per rank at a time, instead of as a micro-batch with empty chunks. Less padding is then
+  computed, but each program is larger and takes longer to compile. The results are the same up to
+  rounding. The option has no effect on preference pairs.
   """
   memory_bytes: int | None = None
   """Memory of a device in bytes that the memory plan may use. The plan chooses the values of

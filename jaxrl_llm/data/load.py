@@ -64,8 +64,8 @@ class PackedStep(NamedTuple):
 
   @property
   def used(self) -> np.int32:
-    """Number of micro-batches that contain rows or, if the remainder is split, number of chunks per
-    rank.
+    """Number of micro-batches that contain rows. If the remainder is split, number of chunks per
+    rank that contain rows.
     """
     return np.int32(self.packing.used)
 

@@ -100,7 +100,8 @@ def fold_used(
   """Folds `step` over the used part of a batch whose arrays are `[micro_batches, chunks, ...]`.
 
   Args:
-    step: function of (result so far, chunks to compute, function that stores their results).
+    step: function of (result so far, chunks to compute, function that stores their results), which
+      returns the new result.
     used: number of micro-batches in use; see `split_ranks`.
     split_ranks: number of data-parallel ranks if the remainder is split (`Packing`). `used` is then
       the number of chunks per rank in use. `step` gets as many of them as possible as whole
