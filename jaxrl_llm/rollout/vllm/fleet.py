@@ -43,6 +43,10 @@ _WATCH_S = 0.25
 """Seconds between checks of the owned servers' processes."""
 _ATTACHED_LOOK_S = 2.0
 """Seconds between health checks of an attached server that does not respond."""
+_REFUSED_S, _MAX_REFUSED_S = 1.0, 60.0
+"""Seconds until a version is sent again to a server that has refused it. They double with each
+refusal, up to the maximum.
+"""
 _PATIENCE = 3
 """Number of consecutive failures beyond which a server is restarted even if its health checks
 succeed.
@@ -411,6 +415,7 @@ class Fleet:
       # Until all hosts have the files, the servers sample with the previous version.
       failures = await self._prepare_all(current)
       before, self._current = self._current, current
+      self._changed.set()
       if self._released is not None:
         self._earlier, self._version = None, publication.version
         await asyncio.to_thread(self._folder.keep_only, publication)
@@ -713,8 +718,12 @@ class Fleet:
   async def _catch_up(self, replica: Replica, *, works: bool, is_failure: bool = True) -> None:
     """Loads the current version into a server and brings it into service. If `works` is False, the
     server is restarted first. If `is_failure`, this restart is counted in `counts`.
+
+    A server may refuse the current version because its files were damaged after other servers had
+    loaded it. It then waits for the next version, which has files of its own. Repeated refusals of
+    one version count as one failed attempt.
     """
-    attempts = 0
+    failures, refused, again_s = 0, set(), _REFUSED_S
     while True:
       current = self._current
       try:
@@ -729,15 +738,30 @@ class Fleet:
         # A server that refuses an update still works. It refuses, for example, if a newer version
         # has replaced the file.
         works = isinstance(error, Refused)
-        attempts += not works or current is self._current
+        failures += not works
+        is_refused = works and current is self._current
+        if is_refused:
+          refused.add(current and current.publication.version)
+        attempts = failures + len(refused)
         if attempts > self._config.max_restarts:
           raise
         self._last_trouble = f'engine {replica.name}: {error}'
         logging.warning(
           'engine %s: attempt %d to bring it back failed: %s', replica.name, attempts, error
         )
+        if is_refused:
+          await self._until_newer(current, again_s)
+          again_s = min(2 * again_s, _MAX_REFUSED_S)
     logging.info('engine %s: in service, with version %s', replica.name, replica.version)
     self._serve(replica)
+
+  async def _until_newer(self, current: _Current | None, patience_s: float) -> None:
+    """Waits until `current` is no longer the current version, for at most `patience_s` seconds."""
+    with contextlib.suppress(TimeoutError):
+      async with asyncio.timeout(patience_s):
+        while self._current is current:
+          self._changed.clear()
+          await self._changed.wait()
 
   async def _is_as_before(self, replica: Replica) -> bool:
     """Returns whether a server has recovered from a failure by itself and still serves its last

@@ -21,6 +21,7 @@ from fleets import (
   GARBAGE,
   GENERATE,
   MODEL,
+  PATIENCE_S,
   PERSISTENT,
   SCALE,
   SOON,
@@ -449,6 +450,35 @@ def test_a_bad_file_and_a_death_at_once_leave_the_version_before(tmp_path):
       assert versions(await wave(fleet)) == {A}
       await made[0].restart()
       await back(fleet, made[0], A)
+
+  run(main)
+
+
+@pytest.mark.parametrize(
+  ('servers', 'again_s', 'refusals'), [(2, 0.01, 4), (1, PATIENCE_S, 1)], ids=['two', 'only one']
+)
+def test_a_server_that_comes_back_to_a_damaged_file_waits_for_the_next_version(
+  tmp_path, monkeypatch, servers, again_s, refusals
+):
+  monkeypatch.setattr(fleet_module, '_REFUSED_S', again_s)
+  monkeypatch.setattr(fleet_module, '_MAX_REFUSED_S', again_s)
+
+  async def main():
+    config = {'max_restarts': 1}
+    async with places(tmp_path, servers) as made, fleet_over(made, tmp_path, **config) as fleet:
+      path = fleet._current.publication.directory / FILE
+      data = bytearray(path.read_bytes())
+      data[-9] ^= 1
+      path.write_bytes(data)
+      await made[0].restart()
+      waiting = asyncio.create_task(wave(fleet, groups=8))
+      await until(lambda: made[0].server.requests[UPDATE] >= refusals)
+      if servers > 1:
+        assert versions(await waiting) == {A}
+      assert fleet.replicas[0].state == ReplicaState.DOWN
+      await fleet.load(weights(B))
+      await back(fleet, made[0], B)
+      assert versions(await waiting) == {A if servers > 1 else B}
 
   run(main)
 

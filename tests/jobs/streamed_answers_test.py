@@ -1,0 +1,113 @@
+"""A job whose servers are killed while they stream answers: the tokens that have arrived are kept,
+and no answer is lost or trained on twice.
+"""
+
+import contextlib
+import http.client
+import random
+import re
+import socket
+import time
+
+import attached
+import job
+import pytest
+
+from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.browse import open_copy
+from jaxrl_llm.rollout.api import LOST
+
+KILLS, STEPS = 15, 16
+LENGTH, PIECE = 48, 4
+"""Tokens of the longest answer, and of an event of its stream."""
+SLOW = (f'--piece={PIECE}', '--token_s=0.15')
+"""An answer of `LENGTH` tokens takes about seven seconds."""
+LEAST = 4
+"""Answers in flight on a server that is killed. The fleet itself asks for one at a time."""
+FLAGS = (
+  f'--config.rollout.vllm.stream={PIECE}',
+  '--config.rollout.vllm.max_retries=20',
+  '--config.rollout.vllm.max_restarts=100',
+  f'--config.rollout.max_response_length={LENGTH}',
+  f'--config.stages.grpo.steps={STEPS}',
+  '--config.stages.grpo.evaluate_every=null',
+  '--config.stages.grpo.optimizer.peak_lr=1e-5',
+  # After so few demonstrations, a policy hardly ever stops before its limit.
+  '--config.stages.sft.steps=1',
+)
+
+
+class _Connection(http.client.HTTPConnection):
+  """Connection to a server at a unix socket."""
+
+  def __init__(self, path):
+    super().__init__('server', timeout=5)
+    self._path = path
+
+  def connect(self):
+    self.sock = socket.socket(socket.AF_UNIX)
+    self.sock.settimeout(self.timeout)
+    self.sock.connect(self._path)
+
+
+def answers_in_flight(address):
+  """Number of answers that a fake server is sampling; 0 if it does not answer."""
+  with contextlib.suppress(OSError, http.client.HTTPException):
+    with contextlib.closing(_Connection(address.removeprefix('unix:'))) as connection:
+      connection.request('GET', '/metrics')
+      text = connection.getresponse().read().decode()
+    return int(float(re.search(r'num_requests_running\{.*\} (\S+)', text)[1]))
+  return 0
+
+
+def kill_while_it_streams(servers, rng, process):
+  """Kills a random server at a random moment of its answers; returns how many were in flight."""
+  deadline = time.monotonic() + 300
+  while True:
+    assert process.poll() is None, process.communicate()[1][-4000:]
+    assert time.monotonic() < deadline, 'no server had answers in flight'
+    time.sleep(0.5 + 2 * rng.random())
+    server, address = rng.choice([*servers.processes.values()])
+    if (in_flight := answers_in_flight(address)) >= LEAST:
+      server.kill()
+      return in_flight
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize('bound', [0, 1])
+def test_fifteen_kills_of_servers_cost_only_the_tokens_that_had_not_arrived(
+  tmp_path, record_property, bound
+):
+  rng, run, kills = random.Random(KILLS), tmp_path / 'run', []
+  with attached.Restarted(tmp_path, *SLOW) as servers:
+    process = job.start(run, *servers.flags, *FLAGS, f'--config.stages.grpo.source.bound={bound}')
+    for number in range(KILLS):
+      # Evaluations, a row before and a row after the first stage, are over.
+      job.wait_for_rows(run, 3 + number, process)
+      in_flight = kill_while_it_streams(servers, rng, process)
+      kills.append((job.count_rows(run), in_flight))
+    _, err = process.communicate(timeout=540)
+  assert process.returncode == 0, err[-4000:]
+  rows = [row for row in job.rows(run) if 'run/engine_kept_tokens' in row]
+  names = ('retries', 'restarts', 'continued', 'kept_tokens', 'lost_tokens', 'void')
+  counts = {name: sum(int(row[f'run/engine_{name}']) for row in rows) for name in names}
+  record_property('counts', str(counts))
+  record_property('kills', str(kills))
+  record_property(
+    'by_step',
+    str([(r['training/global_step'], *(int(r[f'run/engine_{n}']) for n in names)) for r in rows]),
+  )
+  report = audit(run / 'replay')
+  assert report.ok and report.live == () and set(report.uses) == {1}, report.lines
+  assert report.states['trained'] == STEPS * 6 * 4
+  with contextlib.closing(open_copy(run / 'replay', tmp_path / 'copy')) as store:
+    samples = store.read([uid for group in store.sealed() for uid in group])
+  # Kept tokens have the logprobs that the trainer computes under the same weights.
+  assert max(row['staleness/max'] for row in rows) <= bound
+  if bound == 0:
+    assert max(row['sampling/sampling_logp_difference/max'] for row in rows) < 1e-4
+    assert counts['lost_tokens'] < counts['kept_tokens']
+  spans = [s for sample in samples for s in sample.segments if s.finish == LOST]
+  assert sum(span.end - span.start for span in spans) == counts['kept_tokens']
+  assert len(spans) == counts['continued'] >= KILLS
+  record_property('lengths', str(sorted(int(s.sampled.sum()) for s in samples)))
