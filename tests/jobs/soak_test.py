@@ -1,32 +1,44 @@
 """A run with everything on that meets faults at random moments: two trainer processes, two fake
-vLLM servers, explorers, partial rollouts, scorers in workers and behind HTTP. It
-loses no sample, trains on none twice, and no wait of it expires.
+vLLM servers that stream, explorers, partial rollouts, scorers in workers, behind HTTP and with a
+sandbox. It loses no sample, trains on none twice, no wait of it expires, and no score of the
+sandbox is wrong.
 """
 
+import builtins
+import collections
 import contextlib
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
+import string
 import subprocess
-import threading
 import time
 
 import attached
 import job
 import psutil
 import pytest
-from services import CUT, HANG, Service
+from paths import FIXTURES
+from services import CUT, HANG, RESET, Service
 
 from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.rollout.vllm.publication import FILE
 
 pytestmark = pytest.mark.full
+STREAMS = ('--piece=1', '--token_s=0.15')
+"""Options of the servers, whose answers are in flight for long enough to be cut."""
 SCORERS = [
-  {'name': 'verifier', 'options': {'partial_credit': True}},
+  {'name': 'verifier', 'domains': ['general'], 'options': {'partial_credit': True}},
+  {'name': 'code', 'domains': ['code'], 'retries': 3, 'options': {'wall_s': 8.0}},
   {'name': 'http', 'weight': 0.1, 'options': {'request_deadline_s': 3.0}},
 ]
+SFT = 36
+"""Steps of demonstrations, after which some answers to code tasks pass."""
 FLAGS = (
+  f'--config.stages.sft.steps={SFT}',
   '--config.learner.mesh.fsdp=2',
   '--config.stages.grpo.source.bound=2',
   '--config.stages.grpo.evaluate_every=null',
@@ -40,50 +52,35 @@ FLAGS = (
       'start_deadline_s': 60,
       'transfer_deadline_s': 30,
       'max_retries': 20,
+      'stream': 1,
     }.items()
   ),
 )
 
 
-class Servers:
-  """Two fake servers, each of which is started again when it has ended."""
+PROGRAM = 'len'
+"""A program of the quickstart's characters that ends without an exception."""
+TESTS = {'>': [{'stdin': '', 'stdout': ''}], '>>': ['assert True']}
+"""Both forms of tests, of a program's output and of its namespace, by a prompt's first letters."""
 
-  def __init__(self, folder):
-    self._folder, self._stack, self._ending = folder, contextlib.ExitStack(), threading.Event()
-    self.processes = {}
 
-  def __enter__(self):
-    for name in ('a', 'b'):
-      (self._folder / name).mkdir()
-      self._start(name)
-    self._watch = threading.Thread(target=self._restart)
-    self._watch.start()
-    return self
-
-  def _start(self, name):
-    folder = self._folder / name
-    (folder / '0.sock').unlink(missing_ok=True)
-    ((process, address),) = self._stack.enter_context(attached.fake_servers(folder, 1))
-    self.processes[name] = process, address
-
-  def _restart(self):
-    while not self._ending.wait(0.05):
-      for name, (process, _) in self.processes.items():
-        if process.poll() is not None:
-          self._start(name)
-
-  def __exit__(self, *error):
-    self._ending.set()
-    self._watch.join()
-    self._stack.close()
+def write_programs(folder):
+  """Writes the file of `fixtures/soaked.py`, with more tasks than there are demonstrations."""
+  rows = [
+    {'question': mark + first + second, 'answer': PROGRAM, 'word': PROGRAM, 'tests': tests}
+    for first, second in itertools.product(string.ascii_lowercase, repeat=2)
+    for mark, tests in TESTS.items()
+  ]
+  (folder / 'code.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
 
 
 class Soak:
   """The run, started again whenever a fault has ended it."""
 
   def __init__(self, folder, seed):
-    self.random, self.process, self.disk_was_full = random.Random(seed), None, False
-    self.run = folder / 'disk' / 'run'
+    self.random, self.process, self.excuses = random.Random(seed), None, ()
+    self.disk = folder / 'disk'
+    self.run = self.disk / 'run'
     self.service, self.troubles, self.servers = Service(self.answer), [], None
     self.folder, self.met = folder, []
 
@@ -96,10 +93,13 @@ class Soak:
     return {'value': len(body['completion']) / 8}
 
   def flags(self, steps):
-    scorers = [SCORERS[0], SCORERS[1] | {'options': SCORERS[1]['options'] | self.address}]
+    *others, http = SCORERS
+    scorers = [*others, http | {'options': http['options'] | self.address}]
     return (
       *FLAGS,
-      *attached.flags_of([*self.servers.processes.values()]),
+      *self.servers.flags,
+      # The full disk is that of the published weights too.
+      f'--config.rollout.vllm.publish_dir={self.disk / "published"}',
       f'--config.rewards.scorers={json.dumps(scorers)}',
       f'--config.stages.grpo.steps={steps}',
     )
@@ -108,21 +108,26 @@ class Soak:
   def address(self):
     return {'addresses': [self.service.address]}
 
+  def start(self, steps):
+    path = os.pathsep.join(map(str, (job.ROOT, FIXTURES, job.ROOT / 'configs')))
+    config = (f'--config={FIXTURES / "soaked.py"}:{self.folder}', *job.QUICK[1:])
+    environ = job.environment(PYTHONPATH=path)
+    flags = self.flags(steps)
+    return job.start(self.run, *flags, config=config, processes=2, environ=environ)
+
   def ensure_running(self, steps):
     """Starts the run if a fault has ended it, and waits until it has come further than before."""
     if self.process is not None and self.process.poll() is not None:
       code, (out, err) = self.process.returncode, self.process.communicate()
-      if self.disk_was_full:
-        assert code == 1 and any(text in out + err for text in FULL), (code, self.met, out + err)
-      else:
-        assert code in (128 + signal.SIGKILL, 128 + signal.SIGTERM), (code, self.met, out + err)
+      excused = code == 1 and any(text in out + err for text in self.excuses)
+      killed = code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+      assert excused or killed, (code, self.met, out + err)
       assert 'run stopped: wait ' not in out + err, (self.met, out + err)
-      self.process = None
-    self.disk_was_full = False
+      self.process, self.excuses = None, ()
     if self.process is None:
       done = len(job.rows(self.run))
-      self.process = job.start(self.run, *self.flags(steps), processes=2)
-      job.wait_for_rows(self.run, max(done, 13) + 1, self.process, timeout_s=300)
+      self.process = self.start(steps)
+      job.wait_for_rows(self.run, max(done, SFT + 1) + 1, self.process, timeout_s=300)
 
   def meet(self, kind):
     """One fault; a kind whose process is not there just now is passed over."""
@@ -134,6 +139,8 @@ class Soak:
       self.process.wait(timeout=120)
     elif kind == 'full disk':
       self.fill_disk()
+    elif kind == 'flipped byte':
+      self.flip_byte()
     else:
       what, of = kind.split(' ', 1)
       victims = [*self.victims(of)]
@@ -152,16 +159,29 @@ class Soak:
 
   def fill_disk(self):
     """Leaves no space on the run's disk until the run has ended."""
-    filler = self.run.parent / 'filler'
+    filler = self.disk / 'filler'
     try:
       with filler.open('wb', buffering=0) as file, contextlib.suppress(OSError):
         while True:
           file.write(bytes(1 << 16))
       with contextlib.suppress(subprocess.TimeoutExpired):
         self.process.wait(timeout=120)
-      self.disk_was_full = True
+      self.excuses = FULL
     finally:
       filler.unlink()
+
+  def flip_byte(self):
+    """Flips a byte of the newest published weights, and kills a server, which comes back to
+    them.
+    """
+    files = sorted((self.disk / 'published').glob(f'**/*.*/{FILE}'), key=os.path.getmtime)
+    with contextlib.suppress(IndexError, FileNotFoundError), files[-1].open('r+b') as file:
+      file.seek(-9, os.SEEK_END)
+      (byte,) = file.read(1)
+      file.seek(-9, os.SEEK_END)
+      file.write(bytes([byte ^ 1]))
+      self.excuses = FLIPPED
+    self.meet('kill server')
 
   def victims(self, of):
     if of == 'server':
@@ -186,19 +206,25 @@ def is_worker(process):
 VICTIMS = {
   'explorer': lambda p: 'jaxrl_llm.app.serve.explorer' in words(p) and 'guard.py' not in words(p),
   'worker': is_worker,
+  'sandbox': lambda p: 'inside.zygote' in words(p),
   'trainer': lambda p: 'launch/train.py' in words(p) and 'local.py' not in words(p),
 }
 TROUBLES = {
   'service refuses': [503] * 3,
   'service cuts': [CUT] * 2,
+  'service resets': [RESET] * 2,
   'service hangs': [HANG],
   'service is slow': ['slow'] * 20,
 }
+NAMES = {*dir(builtins), 'pass'}
+TOKENS = ('run/engine_continued', 'run/engine_kept_tokens', 'run/engine_lost_tokens')
 FULL = ('No space left on device', 'disk is full')
+FLIPPED = ('was not published', 'no engine left')
+"""Reasons for which a run may end if no server has loaded the weights before they are damaged."""
 KINDS = (
-  *(f'{what} {of}' for what in ('kill', 'stop') for of in ('explorer', 'worker', 'server')),
+  *(f'{what} {of}' for what in ('kill', 'stop') for of in (*VICTIMS, 'server') if of != 'trainer'),
   *TROUBLES,
-  *('kill trainer', 'preempt', 'full disk'),
+  *('kill trainer', 'preempt', 'full disk', 'flipped byte'),
 )
 
 
@@ -217,7 +243,7 @@ def has_own_disk(tmp_path):
 
 @pytest.mark.parametrize(
   'faults',
-  [pytest.param(13, id='13'), pytest.param(200, id='200', marks=pytest.mark.acceptance)],
+  [pytest.param(len(KINDS), id='each'), pytest.param(200, id='200', marks=pytest.mark.acceptance)],
 )
 def test_a_run_with_everything_on_loses_nothing_to_faults(
   tmp_path, faults, has_own_disk, record_property
@@ -226,7 +252,8 @@ def test_a_run_with_everything_on_loses_nothing_to_faults(
   known = [kind for kind in KINDS if has_own_disk or kind != 'full disk']
   kinds = [known[i % len(known)] for i in range(faults)]
   soak.random.shuffle(kinds)
-  with soak.service.in_thread(), Servers(tmp_path) as soak.servers:
+  write_programs(tmp_path)
+  with soak.service.in_thread(), attached.Restarted(tmp_path, *STREAMS) as soak.servers:
     for kind in kinds:
       soak.ensure_running(steps=10_000)
       time.sleep(soak.random.random() * 0.5)
@@ -235,11 +262,33 @@ def test_a_run_with_everything_on_loses_nothing_to_faults(
     soak.process.send_signal(signal.SIGTERM)
     soak.process.communicate(timeout=120)
     done = job.rows(soak.run)[-1]['training/global_step']
-    job.train(soak.run, *soak.flags(done - 12 + 2), processes=2)
+    last = soak.start(done - SFT + 2)
+    _, err = last.communicate(timeout=300)
+    assert last.returncode == 0, err[-4000:]
   record_property('steps', str(done))
   report = audit(soak.run / 'replay')
   assert report.ok and report.live == (), report.lines
-  assert set(report.uses) == {1} and report.states['trained'] == (done + 2 - 12) * 6 * 4
+  assert set(report.uses) == {1} and report.states['trained'] == (done + 2 - SFT) * 6 * 4
   rows = [row for row in job.rows(soak.run) if 'partial/cut' in row]
-  assert len(rows) == done + 2 - 12 and max(row['staleness/max'] for row in rows) <= 2
+  assert len(rows) == done + 2 - SFT and max(row['staleness/max'] for row in rows) <= 2
+  record_property('tokens', str({name: sum(row[name] for row in rows) for name in TOKENS}))
+  record_property('scores', str(check_scores(soak.run)))
   assert os.path.getsize(soak.run / 'report.html')
+
+
+def check_scores(run):
+  """Checks the sandbox's scores: a program of letters alone ends without an exception only if it is
+  a name of Python's. Returns how many scores are of each kind.
+  """
+  counts = collections.Counter()
+  files = sorted((run / 'rollouts' / 'grpo').iterdir())
+  for row in (json.loads(line) for file in files for line in file.open()):
+    score = row['scores'].get('code')
+    assert (score is not None) == (row['domain'] == 'code')
+    if score is None:
+      continue
+    counts[score['status'], score['value']] += 1
+    if score['status'] == 'ok':
+      assert score['value'] == (row['completion'] in NAMES), row
+  assert counts['ok', 0.0] > 0 and counts['ok', 1.0] > 0
+  return dict(counts)

@@ -17,7 +17,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.vllm.client import VllmClient
-from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
 from jaxrl_llm.runtime import events
 from jaxrl_llm.runtime.events import Edge
 
@@ -145,6 +145,65 @@ async def agree(pair, fresh):
         answers.append(answer['choices'][0]['token_ids'])
         await client.close()
       assert answers[0] == answers[1]
+
+
+def test_servers_killed_while_they_stream_cost_only_what_had_not_arrived(tmp_path):
+  """Whatever is cut, an answer is greedy, and its logprobs are those of our own forward pass."""
+  model, rng = serving.model_of('llama', tied=False), random.Random(0)
+  params, kills = serving.params_of(model, 1), []
+
+  async def main():
+    replicas = owned(serving.servers_of(model, tmp_path / 'model', count=2))
+    async with serving.fleet_of(model, replicas, tmp_path, stream=8, max_restarts=20) as fleet:
+      await fleet.load(weights(model, 1, A))
+      for number in range(4):
+        before = fleet.counts.copy()
+        asked = [
+          request(100 * number + i, max_tokens=360, sampling=Sampling(temperature=0.0))
+          for i in range(8)
+        ]
+        asking = [asyncio.create_task(ask(fleet, each)) for each in asked]
+        victim = rng.choice(replicas)
+        drawn = await drawn_by(victim, at_least=400)
+        tree = serving.descendants(victim.server.pid)
+        if number % 2:
+          serving.kill(next(pid for pid, line in tree.items() if 'EngineCore' in line))
+        else:
+          serving.kill(serving.api_servers(victim.server.pid)[0])
+        for each, (completion,) in zip(asked, await asyncio.gather(*asking), strict=True):
+          check_greedy(model, params, each, completion)
+        counts = fleet.counts - before
+        names = ('retries', 'restarts', 'continued', 'kept_tokens', 'lost_tokens')
+        kills.append({name: counts[name] for name in names} | {'drawn': drawn})
+        assert counts['continued'] > 0 and counts['void'] == 0
+        while any(replica.state != ReplicaState.SERVING for replica in replicas):
+          await asyncio.sleep(0.5)
+
+  asyncio.run(main())
+  print(json.dumps(kills))
+
+
+async def drawn_by(replica, *, at_least):
+  """Waits until a server has sampled so many tokens from now on; returns how many it has."""
+  client, before = VllmClient(replica.client.address), None
+  while True:
+    text = await client.call('GET', '/metrics', is_text=True)
+    lines = [line for line in text.splitlines() if line.startswith('vllm:generation_tokens_total')]
+    count = sum(float(line.split()[-1]) for line in lines)
+    before = count if before is None else before
+    if count - before >= at_least:
+      await client.close()
+      return int(count - before)
+    await asyncio.sleep(0.05)
+
+
+def check_greedy(model, params, asked, completion):
+  every = [*asked.prompt, *completion.tokens.tolist()]
+  logprobs = serving.distributions(model, params, every[:-1])[len(asked.prompt) - 1 :]
+  taken = logprobs[np.arange(len(completion.tokens)), completion.tokens]
+  assert len(completion.tokens) == asked.max_tokens
+  np.testing.assert_allclose(completion.logprobs, taken, atol=1e-5, rtol=1e-5)
+  np.testing.assert_allclose(taken, logprobs.max(-1), atol=1e-4)
 
 
 def test_many_kills_of_any_process_of_any_server_lose_nothing(tmp_path):

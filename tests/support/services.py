@@ -5,6 +5,8 @@ answers.
 import asyncio
 import contextlib
 import json
+import socket
+import struct
 import threading
 import time
 
@@ -14,11 +16,13 @@ HANG = object()
 """Answer that means: never answer."""
 CUT = object()
 """Answer that means: close the connection in the middle of the answer."""
+RESET = object()
+"""Answer that means: reset the connection."""
 
 
 class Service:
   """Answers each request with the result of `answer(body)`: JSON, text, a status, (status, JSON,
-  headers), HANG or CUT.
+  headers), HANG, CUT or RESET.
 
   Attributes:
     seen: bodies of the requests, in order of arrival.
@@ -54,6 +58,12 @@ class Service:
       await response.write(b'{"value": 1')
       request.transport.close()
       return response
+    if said is RESET:
+      connection = request.transport.get_extra_info('socket')
+      # Without lingering, the kernel sends a reset in place of the end of the stream.
+      connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+      request.transport.abort()
+      raise web.HTTPServiceUnavailable
     if isinstance(said, int):
       return web.Response(status=said, text=f'status {said}')
     if isinstance(said, str):

@@ -59,6 +59,10 @@ def main(argv: Sequence[str]) -> int:
   parser.add_argument(
     '--latency_sigma', type=float, default=0.0, help='Standard deviation of its logarithm.'
   )
+  parser.add_argument('--token_s', type=float, default=0.0, help='Seconds between two tokens.')
+  parser.add_argument(
+    '--piece', type=int, default=16, help='Tokens that are sampled before a stream sends them.'
+  )
   parser.add_argument('--seed', type=int, default=0, help='Of weights, tokens and latencies.')
   parser.add_argument('--api_key', help='Bearer token that is wanted on /v1 and /inference.')
   options = parser.parse_args(argv)
@@ -66,12 +70,15 @@ def main(argv: Sequence[str]) -> int:
 
   async def run() -> int:
     server = FakeServer(
-      Sampled(spec, seed=options.seed, dtype=options.dtype),
+      Sampled(spec, seed=options.seed, dtype=options.dtype, piece=options.piece),
       max_model_len=options.max_model_len or spec.max_position_embeddings,
       vocab_size=spec.vocab_size,
       eos_ids=read_special_tokens(options.model).eos_ids,
       latency=Latency(
-        median_s=options.latency_median_s, sigma=options.latency_sigma, seed=options.seed
+        median_s=options.latency_median_s,
+        sigma=options.latency_sigma,
+        token_s=options.token_s,
+        seed=options.seed,
       ),
       api_key=options.api_key,
       root=options.model,

@@ -196,7 +196,8 @@ class Core:
           and len(sample.tokens) >= self.faults.stall_at
         ):
           await asyncio.sleep(_POLL_S)
-        await asyncio.sleep(slowness * (len(sample.tokens) - before) / params.max_tokens)
+        per_token = slowness / params.max_tokens + self._latency.token_s
+        await asyncio.sleep(per_token * (len(sample.tokens) - before))
     await asyncio.sleep(slowness * (1 - len(sample.tokens) / params.max_tokens))
     async with self._turn(call):  # A paused server does not answer.
       sample.finish = finish

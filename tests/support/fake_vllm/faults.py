@@ -30,12 +30,15 @@ class Latency:
   """Standard deviation of the logarithm of the seconds. At 1, one completion in 100 takes at least
   ten times the median.
   """
+  token_s: float = 0.0
+  """Seconds between two tokens, in addition to the other delay."""
   seed: int = 0
 
   def __post_init__(self):
-    if not (0 <= self.median_s < math.inf and 0 <= self.sigma < math.inf):
+    if not all(0 <= value < math.inf for value in (self.median_s, self.sigma, self.token_s)):
       raise UserError(
-        f'latency: median_s={self.median_s} and sigma={self.sigma}, wanted finite numbers >= 0'
+        f'latency: median_s={self.median_s}, sigma={self.sigma} and token_s={self.token_s}, wanted '
+        'finite numbers >= 0'
       )
 
   def seconds(self, request_seed: int, index: int) -> float:
