@@ -113,6 +113,7 @@ class Soak:
     config = (f'--config={FIXTURES / "soaked.py"}:{self.folder}', *job.QUICK[1:])
     environ = job.environment(PYTHONPATH=path)
     flags = self.flags(steps)
+    self.servers.wait()
     return job.start(self.run, *flags, config=config, processes=2, environ=environ)
 
   def ensure_running(self, steps):

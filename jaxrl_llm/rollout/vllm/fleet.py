@@ -184,25 +184,29 @@ class Fleet:
   async def start(self) -> None:
     """Starts the owned servers and checks all servers.
 
-    With discovery, waits until enough servers have registered.
+    With discovery, waits until enough servers have registered. In a resumed run, an attached server
+    that has served before may be away: the other servers then serve without it until it is back.
 
     Raises:
       UserError: a server cannot be used; the message has the reason.
-      RunError: an owned server does not start, or too few servers have registered within
-        `start_deadline_s`.
+      RunError: an owned server does not start, or too few servers have registered or are back
+        within `start_deadline_s`.
     """
     if self._discovery is not None:
       await self._await_servers(self._discovery)
+    away = await self._away()
     try:
       async with asyncio.TaskGroup() as starts:
         for replica in self.replicas:
           # A released server that the run owns is started only by `restore`.
-          if self._released is None or replica.server is None:
+          if replica not in away and (self._released is None or replica.server is None):
             starts.create_task(self._start(replica))
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
     for replica in self.replicas:
       replica.state = ReplicaState.SERVING
+    for replica in away:
+      self._repair(replica, f'does not answer at {replica.client.address}')
     if self._released is not None:
       await self._release_all(self._released)
     self._watcher = asyncio.create_task(self._watch(), name=f'engine {self.name}: watch')
@@ -211,6 +215,30 @@ class Fleet:
         self._discovery.tell(replica.name, 'joined')
       following = self._follow(self._discovery)
       self._follower = asyncio.create_task(following, name=f'engine {self.name}: registry')
+
+  async def _away(self) -> list[Replica]:
+    """Returns the attached servers that have served before and do not answer. If none of the
+    fleet's servers is left, waits until one answers.
+    """
+    known = [replica for replica in self.replicas if replica.has_served]
+    if not known:
+      return []
+    deadline_s = self._config.start_deadline_s
+    try:
+      async with asyncio.timeout(deadline_s):
+        while True:
+          health = await asyncio.gather(*(replica.client.is_healthy() for replica in known))
+          away = [replica for replica, healthy in zip(known, health) if not healthy]
+          if len(away) < len(self.replicas):
+            return away
+          logging.warning('engine %s: none of its servers answers; waiting for one', self.name)
+          await asyncio.sleep(_ATTACHED_LOOK_S)
+    except TimeoutError:
+      raise RunError(
+        f'engine {self.name}: none of its {len(known)} servers has answered for '
+        f'rollout.vllm.start_deadline_s={deadline_s:g} s; start one with jaxrl serve, or correct '
+        'rollout.vllm.addresses'
+      ) from None
 
   async def _await_servers(self, discovery: Discovery) -> None:
     """Waits until enough registered servers answer. These servers then form the fleet."""

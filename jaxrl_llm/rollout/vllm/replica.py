@@ -89,6 +89,7 @@ class Replica:
     server: ServerProcess | None,
     transfer: Transfer | None = None,
     keeps_cache: bool = False,
+    has_served: bool = False,
   ):
     """
     Args:
@@ -97,7 +98,10 @@ class Replica:
       transfer: weight transfer to this server only. If None, the server reads the published files.
       keeps_cache: whether running requests keep their keys and values across updates. The client
         must then be a `CacheKeepingServer`.
+      has_served: whether an earlier attempt (start of the run) used an attached server at this
+        address.
     """
+    self.has_served = has_served
     self._keeps_cache, self._streams = keeps_cache, isinstance(client, StreamingServer)
     self._is_direct = isinstance(client, DirectServer)
     self.name, self.client, self.server = name, client, server

@@ -30,6 +30,8 @@ from jaxrl_llm.weights.hf import write_config
 
 PUBLISHED = 'vllm/published'
 """File in the run directory that contains the path of the publication folder."""
+SERVED = 'vllm/served'
+"""File in the run directory with the addresses of attached servers that were used, one per line."""
 SHARED_MEMORY = pathlib.Path('/dev/shm')
 _PUBLISHES = re.compile(r'jaxrl_llm-[0-9a-f]{16}')
 """Pattern of the names of publication folders."""
@@ -83,7 +85,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   if config.discover is not None:
     replicas, discovery = [], _discovery(config, setting, distributor)
   elif config.addresses:
-    key = read_key(config.key_file, 'rollout.vllm.key_file')
+    key, served = read_key(config.key_file, 'rollout.vllm.key_file'), _served(setting)
     replicas = [
       Replica(
         f'vllm-{i}',
@@ -91,6 +93,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
         server=None,
         transfer=_transfer(config, setting, i, distributor),
         keeps_cache=config.kv == 'keep',
+        has_served=address in served,
       )
       for i, address in enumerate(config.addresses)
     ]
@@ -120,7 +123,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
     max_length=setting.max_length,
     seed=setting.seed,
     run=run,
-    check_tokenizer=lambda replica: _check_tokenizer(replica, setting),
+    check_tokenizer=lambda replica: _check_and_record(replica, setting),
     direct=setting.direct,
     discovery=discovery,
   )
@@ -272,6 +275,20 @@ def _transfer(
   if distributor is not None:
     return PullTransfer(distributor)
   return build_transfer(config, i, log=setting.workdir.absolute() / 'logs' / f'vllm-{i}-sender.log')
+
+
+def _served(setting: EngineSetting) -> list[str]:
+  """Returns the addresses of attached servers that earlier attempts used."""
+  record = setting.workdir / SERVED
+  return record.read_text(errors='replace').splitlines() if record.exists() else []
+
+
+async def _check_and_record(replica: Replica, setting: EngineSetting) -> None:
+  """Calls `_check_tokenizer`, and records the address of an attached server that passes."""
+  await _check_tokenizer(replica, setting)
+  address, served = replica.client.address, _served(setting)
+  if replica.server is None and address not in served:
+    write_durably(setting.workdir / SERVED, ''.join(f'{each}\n' for each in (*served, address)))
 
 
 async def _check_tokenizer(replica: Replica, setting: EngineSetting) -> None:

@@ -53,12 +53,17 @@ def test_a_server_with_another_tokenizer_is_refused(prepared, tmp_path, answer, 
     await runner.setup()
     await web.UnixSite(runner, str(tmp_path / 'vllm.sock')).start()
     addresses = {'rollout.vllm.addresses': f'["unix:{tmp_path}/vllm.sock"]'}
-    fleet = build_engine(apply_overrides(config, addresses), tmp_path, made, DeviceThread())
+    config_of_run = apply_overrides(config, addresses)
+    fleet = build_engine(config_of_run, tmp_path, made, DeviceThread())
+    assert not fleet.replicas[0].has_served
     try:
       await fleet._check_tokenizer(fleet.replicas[0])
     finally:
       await fleet.close()
       await runner.cleanup()
+      later = build_engine(config_of_run, tmp_path, made, DeviceThread())
+      assert later.replicas[0].has_served != refused, 'the next attempt waits for it'
+      await later.close()
 
   if refused:
     with pytest.raises(
