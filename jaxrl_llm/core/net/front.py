@@ -70,9 +70,10 @@ VERIFY = 'jaxrl_verify'
 RPC_METHODS = frozenset(
   {'jaxrl_weights', 'jaxrl_checksums', 'jaxrl_digests', VERIFY, 'jaxrl_verified'}
 )
-MAX_BODY, MAX_RPC_BODY, MAX_UPDATE_BODY = 256 << 20, 64 << 10, 16 << 20
-"""Maximum sizes in bytes of request bodies: of most requests, of RPC requests, and of requests
-whose directories are checked (weight updates, their verification and adapter loads).
+MAX_BODY, MAX_CHECKED_BODY = 256 << 20, 16 << 20
+"""Maximum sizes in bytes of request bodies: of most requests, and of requests whose body is checked
+(RPC requests and, if there are publish roots, weight updates and adapter loads). Verifying the
+files of a large model takes more than 64 KiB, since each tensor and slice has a digest.
 """
 
 _HEADER_WORD = re.compile(r'[\x21-\x7e]+')
@@ -200,11 +201,11 @@ class Front(TokenServer):
     """Returns (request body to pass on, whether it was checked). The body is None if the request
     has none, and a stream if it is large and not checked.
     """
-    limits = {RPC_PATH: MAX_RPC_BODY}
+    checks = {RPC_PATH: _checked_rpc}
     if self._publish_roots:
-      limits = dict.fromkeys((RPC_PATH, UPDATE_PATH, ADAPTER_PATH), MAX_UPDATE_BODY)
-    upload = await begin_upload(request, limits.get(path, MAX_BODY))
-    if path not in limits:
+      checks |= {UPDATE_PATH: _checked_update, ADAPTER_PATH: _checked_adapter}
+    upload = await begin_upload(request, MAX_CHECKED_BODY if path in checks else MAX_BODY)
+    if path not in checks:
       if not request.can_read_body:
         return None, False
       # vLLM answers some requests without reading their body, and closes the connection. A small
@@ -212,7 +213,6 @@ class Front(TokenServer):
       is_small = request.content_length is not None and request.content_length <= _SMALL_BODY
       return (await upload.read() if is_small else upload), False
     content = parse_object(await upload.read())
-    checks = {RPC_PATH: _checked_rpc, UPDATE_PATH: _checked_update, ADAPTER_PATH: _checked_adapter}
     return await asyncio.to_thread(checks[path], content, self._publish_roots), True
 
   def _headers(self, request: web.BaseRequest, is_checked: bool) -> dict[str, str]:

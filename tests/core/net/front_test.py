@@ -27,7 +27,7 @@ from paths import ROOT
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net import front as front_module
 from jaxrl_llm.core.net import server as server_module
-from jaxrl_llm.core.net.front import ROUTES, RPC_METHODS, VERIFY, Front
+from jaxrl_llm.core.net.front import MAX_CHECKED_BODY, ROUTES, RPC_METHODS, VERIFY, Front
 from jaxrl_llm.core.net.token_server import FrontConfig
 
 GOOD = {'Authorization': f'Bearer {TOKEN}'}
@@ -495,7 +495,7 @@ def test_rpc_is_written_anew(tmp_path, method):
     ('{"method": "jaxrl_weights"}'.encode('utf-16'), 400),
     (b'{"method": "jaxrl_weights", "x": "\xff"}', 400),
     (b'[' * 60_000, 400),
-    (b'{"method": "jaxrl_weights", "x": "%s"}' % (b'y' * (64 << 10)), 413),
+    (b'{"method": "jaxrl_weights", "x": "%s"}' % (b'y' * MAX_CHECKED_BODY), 413),
   ],
 )
 @pytest.mark.parametrize('chunked', [False, True])
@@ -515,16 +515,23 @@ def test_other_rpcs_are_refused(tmp_path, body, status, chunked):
   asyncio.run(main())
 
 
-def test_an_rpc_of_64_kib_passes(tmp_path):
-  body = json.dumps({'method': 'jaxrl_weights', 'x': ''}).encode()
-  body = body[:-2] + b'y' * ((64 << 10) - len(body)) + body[-2:]
+@pytest.mark.parametrize('rooted', [False, True], ids=['any directory', 'a publish root'])
+def test_the_digests_of_a_large_model_pass(tmp_path, published, rooted):
+  """There is one for each tensor, and one for each slice that a worker holds."""
+  tensors = {f'model.layers.{i}.self_attn.q_proj.weight': f'{i:032x}' for i in range(2000)}
+  slices = {name: [[0, 0, 1024, digest]] for name, digest in tensors.items()}
+  info = {'directory': f'{published}/v1', 'files': {'model.safetensors': tensors}, 'slices': slices}
+  body = json.dumps({'method': VERIFY, 'args': [info]})
+  assert len(body) > 1 << 17
 
   async def main():
+    roots = [str(published)] if rooted else []
     async with (
-      standing(tmp_path) as (_, _, session),
+      standing(tmp_path, publish_roots=roots) as (_, _, session),
       session.post('/collective_rpc', data=body, headers=GOOD) as response,
     ):
-      assert response.status == 200 and (await response.json())['body'] == body.decode()
+      assert response.status == 200
+      assert json.loads((await response.json())['body']) == json.loads(body)
 
   asyncio.run(main())
 
