@@ -530,7 +530,10 @@ class Fleet:
       return None
     replica.state = ReplicaState.UPDATING
     try:
-      if failure is not None:
+      # If a server cannot use the files below deltas, `_transact` sends whole weights.
+      if failure is not None and not (
+        isinstance(failure, Refused) and self._current.publication.deltas
+      ):
         raise failure
       await self._transact(replica, self._current)
     except Refused as error:
@@ -543,9 +546,9 @@ class Fleet:
 
   async def _transact(self, replica: Replica, current: _Current) -> None:
     await replica.recognise()
-    # This call does nothing if the version was prepared earlier, unless the server was away since.
-    await self._prepare(replica, current)
     try:
+      # This does nothing if the version was prepared earlier, unless the server was away since.
+      await self._prepare(replica, current)
       await self._send(replica, current)
     except (Refused, Unproven) as error:
       if not current.publication.deltas:

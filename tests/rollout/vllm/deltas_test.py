@@ -259,6 +259,28 @@ def test_a_server_that_was_killed_catches_up_over_the_chain(tmp_path):
   run(main)
 
 
+def test_damaged_files_below_the_deltas_are_replaced_for_a_server_that_needs_them(tmp_path):
+  async def main():
+    async with (
+      places(tmp_path, 2) as made,
+      fleet_over(made, tmp_path, first=None, full_every=9) as fleet,
+    ):
+      for step in range(2):
+        await fleet.load(weights(step))
+      await made[0].server.die()
+      for step in (2, 3):
+        await fleet.load(weights(step))
+      path = fleet._current.publication.directory / FILE
+      path.write_bytes(path.read_bytes()[:-5])
+      await made[0].server.close()
+      await made[0].start()
+      asked = Asked.of(made[0])
+      await back(fleet, made[0], V[3])
+      assert asked.updates[-1] == (True, 0) and await made[0].digests() == digests_of(3)
+
+  run(main)
+
+
 def rewritten(path, change):
   """The file after a change of its arrays, with digests as if they were announced."""
   arrays = load_file(path)
