@@ -58,8 +58,8 @@ _MAPPED = re.compile(rb' (\d+) +/dev/shm/')
 _LOOK_S = 0.1
 """Seconds between scans of /dev/shm."""
 _SCAN_S = 1.0
-"""Minimum seconds between checks whether the process tree now uses a file that it did not use
-before.
+"""Minimum seconds between two inspections of the process tree if /dev/shm has no new files. They
+look for users of the files that no process of the tree used before.
 """
 _THRIFT = 125
 """Scans take at most 1 / _THRIFT of a core's time in the long run."""

@@ -86,8 +86,8 @@ class EngineServer(Protocol):
 
   async def digests(self, *, deadline_s: float) -> list[dict[str, str]]:
     """Returns one mapping per worker, from tensor name to the xxh3-128 digest of the loaded part of
-    this tensor. Digests prove the loaded weights of servers on CPUs; for other servers, `checksums`
-    are used instead.
+    this tensor. On servers on CPUs, digests are compared to verify that the right weights were
+    loaded; on other servers, `checksums` are.
     """
     ...
 
