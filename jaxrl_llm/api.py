@@ -38,6 +38,7 @@ _NAMES = (
   ('jaxrl_llm.rewards.api', 'RewardsConfig ScorerConfig'),
   ('jaxrl_llm.rollout.auxiliary', 'AuxiliaryConfig'),
   ('jaxrl_llm.rollout.embedded.engine', 'EmbeddedConfig'),
+  ('jaxrl_llm.rollout.embedded.placement', 'EmbeddedMesh'),
   ('jaxrl_llm.rollout.embedded.speculation', 'SpeculationConfig'),
   ('jaxrl_llm.rollout.explorers.crew', 'ExplorersConfig'),
   ('jaxrl_llm.rollout.repetition', 'RepetitionDetection'),

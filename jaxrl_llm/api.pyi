@@ -78,6 +78,7 @@ from jaxrl_llm.rollout.api import Sampling as Sampling
 from jaxrl_llm.rollout.api import Weights as Weights
 from jaxrl_llm.rollout.auxiliary import AuxiliaryConfig as AuxiliaryConfig
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig as EmbeddedConfig
+from jaxrl_llm.rollout.embedded.placement import EmbeddedMesh as EmbeddedMesh
 from jaxrl_llm.rollout.embedded.spec import embedded_engine as embedded_engine
 from jaxrl_llm.rollout.embedded.speculation import SpeculationConfig as SpeculationConfig
 from jaxrl_llm.rollout.engine import EngineSetting as EngineSetting

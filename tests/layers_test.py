@@ -33,7 +33,7 @@ NESTED = {
   'rewards.sandbox': {'core', 'config'},
   'rewards.scorers': {'core', 'config', 'advantages', 'rewards', 'rewards.sandbox'},
   'rewards.pool': {'core', 'rewards'},
-  'rollout.embedded': {'core', 'models', 'rollout'},
+  'rollout.embedded': {'core', 'models', 'parallel', 'rollout'},
   'rollout.vllm': {'core', 'models', 'weights', 'rollout'},
   'rollout.episodes': {'core', 'config', 'rewards', 'rewards.sandbox', 'tasks', 'rollout'},
   'rollout.agents': {'core', 'rewards', 'tasks', 'rollout', 'rollout.episodes'},

@@ -216,6 +216,9 @@ async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp
     await asyncio.to_thread(workdir.check, commit)
   prepared = await asyncio.to_thread(prepare, config, workdir.path, load)
   config = with_sized(config, platform=platform, spec=prepared.spec)
+  if config.generates:
+    setting = engine_setting(config, path, prepared)
+    config.rollout.engine_spec().check_devices(setting, jax.local_devices())
   checkpoints.clean()
   facts = {
     'attempt': workdir.next_attempt(least=commit.get('attempt', 0)),
@@ -438,13 +441,13 @@ def _facts(value: Any) -> _Facts:
 
 
 def _engine_bytes(config: Config, path: pathlib.Path, prepared: Prepared) -> int:
-  """Returns the number of bytes that the engine needs on the device on which it runs; 0 if the run
+  """Returns the number of bytes that the engine needs on each device on which it runs; 0 if the run
   generates no completions.
   """
   if not config.generates:
     return 0
   setting = engine_setting(config, path, prepared)
-  return config.rollout.engine_spec().device_bytes(setting, jax.local_devices()[0])
+  return config.rollout.engine_spec().device_bytes(setting, jax.local_devices())
 
 
 @contextlib.asynccontextmanager

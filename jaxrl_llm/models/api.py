@@ -72,8 +72,8 @@ class Model(NamedTuple):
   decode: Callable[[Params, Array, Array, Cache], tuple[Array, Cache]]
   axes: Callable[[], Any]
   mesh: Mesh | None = None
-  """Mesh over which `apply` shards activations. If None, the compiler derives shardings from the
-  arguments.
+  """Mesh over which `apply` and `decode` shard activations. If None, the compiler derives shardings
+  from the arguments.
   """
 
   def shapes(self) -> Params:
@@ -89,7 +89,7 @@ def build_model(
   # This call raises UserError if the configured kernel is unavailable.
   chosen(options, mesh, time=1, keys=1, same_tokens=True)
   decoder = Decoder(spec, options, mesh)
-  unrolled = Decoder(spec, dataclasses.replace(options, scan_layers=False, remat='none'))
+  unrolled = Decoder(spec, dataclasses.replace(options, scan_layers=False, remat='none'), mesh)
 
   def apply(
     params: Params,

@@ -7,8 +7,9 @@ sequence in the same row, are therefore never attended to.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.ops.places import Places
@@ -48,8 +49,18 @@ def write(
   """Writes each token's key and value at the token's position in its row. Tokens beyond the cache's
   length are dropped.
   """
-  rows = jnp.arange(positions.shape[0])[:, None]
-  return {
-    name: cache[name].at[rows, positions].set(new.astype(cache[name].dtype), mode='drop')
-    for name, new in (('k', key), ('v', value))
-  }
+  return {name: write_rows(cache[name], new, positions) for name, new in (('k', key), ('v', value))}
+
+
+def write_rows(
+  rows: Shaped[Array, 'batch length *entry'],
+  new: Shaped[Array, 'batch time *entry'],
+  places: Int[Array, 'batch time'],
+) -> Shaped[Array, 'batch length *entry']:
+  """Writes entries to places of their rows. Entries with a place beyond the length are dropped."""
+
+  # To the compiler, mapped rows are independent, so a device needs nothing of other devices' rows.
+  def write_row(row, entries, at):
+    return row.at[at].set(entries.astype(row.dtype), mode='drop')
+
+  return jax.vmap(write_row)(rows, new, places)

@@ -102,6 +102,12 @@ def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> M
   return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def leading_devices(mesh: Mesh) -> list[jax.Device]:
+  """Returns the devices of the mesh that belong to process 0, in the order of their ids."""
+  devices = [device for device in mesh.devices.flat if device.process_index == 0]
+  return sorted(devices, key=lambda device: device.id)
+
+
 def data_parallel_ranks(mesh: Mesh) -> int:
   """Returns the number of data-parallel ranks, which get different sequences."""
   return math.prod(mesh.shape[axis] for axis in BATCH_AXES)

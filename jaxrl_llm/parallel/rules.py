@@ -16,6 +16,7 @@ from jaxrl_llm.parallel.mesh import BATCH_AXES, FSDP, SEQUENCE, TENSOR
 
 RULES: Mapping[str, tuple[str, ...]] = {
   'batch': BATCH_AXES,
+  'draws': (*BATCH_AXES, TENSOR),
   'time': (SEQUENCE,),
   'layers': (),
   'vocab': (TENSOR,),

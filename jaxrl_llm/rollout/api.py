@@ -18,7 +18,7 @@ from collections.abc import (
   Iterable,
   Iterator,
 )
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -295,10 +295,11 @@ class Weights:
   """Weights of one policy version, for loading into an engine."""
 
   version: Version
-  leaves: Iterable[tuple[str, np.ndarray]]
-  """(name in the parameter tree, array) pairs. Layers may be stacked or separate. A large array may
-  be split into several consecutive pairs along its first axis (see `joined`). The arrays are valid
-  until `Engine.load` returns.
+  leaves: Iterable[tuple[str, Any]]
+  """(name in the parameter tree, array) pairs. Layers may be stacked or separate. The arrays are of
+  NumPy, and valid until `Engine.load` returns; a large array may be split into several consecutive
+  pairs along its first axis (see `joined`). For an engine with `EngineSpec.loads_device_arrays`,
+  they are whole arrays of JAX, which the engine may keep.
   """
   probe: Probe | None = None
   """Probe for an engine whose arithmetic differs from the trainer's. If None, the engine's logprobs
@@ -318,7 +319,7 @@ class Weights:
     )
 
 
-def joined(leaves: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+def joined(leaves: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
   """Yields a stream's (name, array) pairs after joining the parts of each array."""
   for name, parts in itertools.groupby(leaves, key=lambda leaf: leaf[0]):
     arrays = [array for _, array in parts]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -94,15 +94,25 @@ class EngineSpec:
   """Returns the reason why the engine cannot sample with the given parameters, or None if it can.
   Every engine supports greedy sampling.
   """
-  programs: Callable[[EngineSetting, jax.Device], Iterable[tuple[str, jax.stages.Lowered]]] = (
-    lambda setting, device: ()
-  )
-  """Returns (name, lowered program) pairs for one device. `--dry_run` lists the memory of these
-  programs.
+  loads_device_arrays: bool = False
+  """Whether `Engine.load` takes the weights as arrays on the devices of process 0 (`jax.Array`),
+  which are then never copied to the host. Only an engine inside the trainer's process can.
   """
-  device_bytes: Callable[[EngineSetting, jax.Device], int] = lambda setting, device: 0
-  """Returns the number of bytes that the engine keeps on each of the trainer's devices; 0 if it
-  keeps nothing there.
+  check_devices: Callable[[EngineSetting, Sequence[jax.Device]], None] = lambda setting, devices: (
+    None
+  )
+  """Raises UserError if the engine cannot run on the devices of process 0. Called before the run
+  reads weights.
+  """
+  programs: Callable[
+    [EngineSetting, Sequence[jax.Device]], Iterable[tuple[str, jax.stages.Lowered]]
+  ] = lambda setting, devices: ()
+  """Returns (name, lowered program) pairs for the devices of process 0. `--dry_run` lists the
+  memory of these programs.
+  """
+  device_bytes: Callable[[EngineSetting, Sequence[jax.Device]], int] = lambda setting, devices: 0
+  """Returns the number of bytes that the engine keeps on each of the devices of process 0 that it
+  uses; 0 if it keeps nothing there.
   """
   commands: Callable[[EngineSetting], Mapping[str, str]] = lambda setting: {}
   """Returns the shell command of each server that the engine starts, keyed by server name.

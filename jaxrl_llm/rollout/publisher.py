@@ -114,6 +114,7 @@ class Gatherer:
     dtype: str | None = None,
     part_bytes: int = PART_BYTES,
     several: bool | None = None,
+    on_devices: bool = False,
   ):
     """
     Args:
@@ -124,7 +125,10 @@ class Gatherer:
       part_bytes: size in bytes above which arrays are cut. A quarter of the size of a layer's
         largest array is used instead if it is larger.
       several: whether the mesh spans several processes. If None, this is read from the current job.
+      on_devices: whether `arrays` is used instead of `leaves`. Arrays are then not cut, because
+        that only saves memory for arrays that are gathered on one device or the host.
     """
+    self.on_devices = on_devices
     self._mesh, self._lora, self._part_bytes = mesh, lora, part_bytes
     self._dtype = None if dtype is None else np.dtype(jnp.dtype(dtype))
     self._several = jax.process_count() > 1 if several is None else several
@@ -162,6 +166,26 @@ class Gatherer:
       whole[:, part.start : part.start + cut.rows] = host
       if part.start + cut.rows == cut.length:
         yield part.name, whole.reshape(cut.shape)
+
+  def arrays(self, params: Params) -> Iterator[tuple[str, jax.Array]]:
+    """Yields (name in the unrolled tree, array) for each parameter, as `leaves` does, but with the
+    arrays on the devices of this process. Needs `on_devices`; every process must call it or
+    `take_part`.
+
+    The arrays are copies: sharded as the parameters are or, if the job has several processes,
+    complete on every device.
+    """
+    if not self.on_devices:
+      raise RuntimeError('Gatherer.arrays: built without on_devices')
+    for part, cut, array in self._computed(params, ()):
+      yield part.name, self._local(array, cut) if self._several else array
+
+  def _local(self, bits: Shaped[jax.Array, '*shape'], cut: _Cut) -> Shaped[jax.Array, '*shape']:
+    """Returns, on the devices of this process, the array whose bits all devices have gathered."""
+    placed = replicated(Mesh(np.array(self._mesh.local_devices), ('local',)))
+    shards = [shard.data for shard in bits.addressable_shards]
+    local = jax.make_array_from_single_device_arrays(bits.shape, placed, shards)
+    return jax.lax.bitcast_convert_type(local, cut.dtype)
 
   def gather(self, params: Params) -> Any:
     """Returns the parameter tree as NumPy copies in process 0, and None in the other processes.
@@ -220,16 +244,16 @@ class Gatherer:
   def _compute(self, part: _Part, cut: _Cut) -> jax.Array:
     (array, *more) = part.inputs
     untouched = cut.whole and not cut.stacked and not more and array.dtype == cut.dtype
-    if untouched and not self._several and self._on_host:
+    if untouched and not self._several and not self.on_devices and self._on_host:
       return array
     numbers = (np.int32(part.layer or 0), np.int32(part.group), np.int32(part.start))
     computed = self._program(cut)(part.inputs, *numbers)
-    return computed.addressable_data(0) if self._several else computed
+    return computed.addressable_data(0) if self._several and not self.on_devices else computed
 
   def _parts(self, params: Params) -> Iterator[tuple[_Part, _Cut]]:
     flat = flatten(params)
     largest = max([0, *(self._layer_bytes(name, leaf) for name, leaf in flat.items())])
-    limit = max(self._part_bytes, largest // _OF_LARGEST)
+    limit = math.inf if self.on_devices else max(self._part_bytes, largest // _OF_LARGEST)
     for name in sorted(flat):
       if self._lora is not None and is_adapter(name):
         continue
@@ -255,7 +279,7 @@ class Gatherer:
       return self._dtype
     return np.dtype(jnp.promote_types(leaf.dtype, jnp.float32) if adapted else leaf.dtype)
 
-  def _cut(self, name: str, inputs: tuple[_Leaf, ...], limit: int) -> _Cut:
+  def _cut(self, name: str, inputs: tuple[_Leaf, ...], limit: int | float) -> _Cut:
     leaf, stacked, adapted = inputs[0], _is_stacked(name), len(inputs) > 1
     dtype = self._part_dtype(name, leaf, adapted=adapted)
     shape, spec = tuple(leaf.shape), None
@@ -305,6 +329,10 @@ class Gatherer:
       if adapter:
         array = merge_kernel(array, *adapter, self._lora.scale)
       array = array.astype(cut.dtype)
+      if self.on_devices:
+        array = jnp.copy(
+          array
+        )  # Without it, an array that needs no change would be returned itself.
       if self._several:
         bits = jnp.dtype(f'uint{8 * cut.dtype.itemsize}')
         array = jax.lax.bitcast_convert_type(array, bits)
@@ -440,7 +468,8 @@ class Publisher:
     if shares is not None:
       names = self._writer.names(jax.process_index(), shares.count)
     if self._engine is not None:
-      leaves = self._gatherer.leaves(sent, names)
+      on_devices = self._gatherer.on_devices
+      leaves = self._gatherer.arrays(sent) if on_devices else self._gatherer.leaves(sent, names)
       await self._engine.load(Weights(version=version, leaves=leaves, probe=probe, shares=shares))
     elif shares is None:
       await self._device.run(self._gatherer.take_part, sent)

@@ -42,13 +42,19 @@ from jaxrl_llm.runtime.profiler import Profiler
 
 
 def build_gatherer(config: Config, mesh: Mesh, *, several: bool | None = None) -> Gatherer:
-  """Builds the gatherer that copies the policy's weights to the host for the engine. For `several`,
-  see `Gatherer`.
+  """Builds the gatherer that copies the policy's weights for the engine. For `several`, see
+  `Gatherer`.
   """
   spec = config.rollout.engine_spec()
   merges = config.policy.lora is not None and not spec.adapters
   dtype = policy_options(config).dtype if spec.dtype == 'policy' else spec.dtype
-  return Gatherer(mesh, config.policy.lora if merges else None, dtype=dtype, several=several)
+  return Gatherer(
+    mesh,
+    config.policy.lora if merges else None,
+    dtype=dtype,
+    several=several,
+    on_devices=spec.loads_device_arrays,
+  )
 
 
 def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:

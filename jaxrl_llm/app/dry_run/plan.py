@@ -49,7 +49,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model, build_model
 from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.spec import ModelOptions
-from jaxrl_llm.parallel.mesh import build_mesh
+from jaxrl_llm.parallel.mesh import build_mesh, leading_devices
 from jaxrl_llm.parallel.topology import CHIPS, parse_topology, topology_devices
 from jaxrl_llm.rollout.engine import EngineSetting
 from jaxrl_llm.tasks.taskset import taskset_loader
@@ -94,9 +94,10 @@ class RunPlan:
   @property
   def engine_bytes(self) -> int:
     """Memory of the engine on one of the trainer's devices."""
-    engine = self.config.rollout.engine_spec()
-    device = self.mesh.devices.flat[0]
-    return engine.device_bytes(self.setting, device) if self.config.generates else 0
+    if not self.config.generates:
+      return 0
+    devices = leading_devices(self.mesh)
+    return self.config.rollout.engine_spec().device_bytes(self.setting, devices)
 
   @property
   def commands(self) -> Mapping[str, str]:
@@ -241,7 +242,10 @@ def plan(
   chip = None if topology is None else parse_topology(topology).chip
   if (limit := memory_limit(config, mesh, chip)) is not None:
     config = with_logits_budget(config, limit)
-  return _run_plan(config, workdir, chip, mesh, prepared)
+  made = _run_plan(config, workdir, chip, mesh, prepared)
+  if config.generates:
+    config.rollout.engine_spec().check_devices(made.setting, leading_devices(mesh))
+  return made
 
 
 def _run_plan(

@@ -35,6 +35,7 @@ from jaxrl_llm.learner.catalogue import ALGORITHMS
 from jaxrl_llm.master.exploring.processors import PROCESSORS as EXPERIENCE_PROCESSORS
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.objectives.surrogates import SURROGATES
+from jaxrl_llm.parallel.mesh import leading_devices
 from jaxrl_llm.rollout.catalogue import ENGINES
 from jaxrl_llm.tasks.processors import PROCESSORS
 from jaxrl_llm.tasks.sources import SOURCES
@@ -134,11 +135,11 @@ def print_plan(
   if config.generates and topology is not None:
     publishing = publishing_program(planned.config, planned.model, planned.mesh)
     report(publishing.name, compile_program(publishing, planned.mesh, planned.chip))
-  device = planned.mesh.devices.flat[0]
+  devices = leading_devices(planned.mesh)
   engine = planned.config.rollout.engine_spec()
-  for name, lowered in engine.programs(planned.setting, device) if config.generates else ():
+  for name, lowered in engine.programs(planned.setting, devices) if config.generates else ():
     of_engine = Program(name, lambda lowered=lowered: lowered, 0)
-    report(f'{name}, on one device', compile_program(of_engine, planned.mesh, planned.chip))
+    report(name, compile_program(of_engine, planned.mesh, planned.chip))
   error = ''
   if refused:
     error = (

@@ -13,7 +13,7 @@ import asyncio
 import collections
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -25,6 +25,7 @@ from jaxrl_llm.core.process_clock import TOKENS
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.api import Model
 from jaxrl_llm.rollout.api import Completion, Request, Sampling, Weights, joined
+from jaxrl_llm.rollout.embedded.placement import EmbeddedMesh, place
 from jaxrl_llm.rollout.embedded.programs import Decoded, Programs
 from jaxrl_llm.rollout.embedded.scheduler import QueuedRequest, Scheduler, Turn
 from jaxrl_llm.rollout.embedded.speculation import SpeculationConfig
@@ -58,6 +59,10 @@ class EmbeddedConfig:
   speculation: SpeculationConfig | None = None
   """Speculative decoding: the engine drafts tokens by copying text from the prompt and the answer
   so far, and verifies several of them in one decode step. None turns it off.
+  """
+  mesh: EmbeddedMesh | None = None
+  """Mesh of the devices of process 0 on which the engine samples. If None, the engine uses only the
+  first of them, whatever the trainer's mesh.
   """
   kv: Literal['recompute', 'keep'] | None = None
   """Treatment of the KV cache at a weight update while completions are running, which is possible
@@ -97,9 +102,16 @@ def plan_buckets(buckets: tuple[int, ...], *, max_length: int) -> tuple[int, ...
 
 
 def build_programs(
-  model: Model, config: EmbeddedConfig, max_length: int, device: jax.Device
+  model: Model, config: EmbeddedConfig, max_length: int, devices: Sequence[jax.Device]
 ) -> Programs:
-  """Builds the uncompiled programs of an engine for sequences of at most `max_length` tokens."""
+  """Builds the uncompiled programs of an engine for sequences of at most `max_length` tokens.
+
+  Args:
+    devices: devices of process 0.
+
+  Raises:
+    UserError: the devices cannot form the configured mesh, or the mesh does not suit the model.
+  """
   return Programs(
     model,
     slots=config.slots,
@@ -109,7 +121,7 @@ def build_programs(
     decode_steps=config.decode_steps,
     max_stop_ids=config.max_stop_ids,
     speculation=config.speculation,
-    device=device,
+    placement=place(config.mesh, devices, spec=model.spec, slots=config.slots),
   )
 
 
@@ -133,7 +145,7 @@ class EmbeddedEngine:
     seed: int,
     run: Callable[..., Awaitable[Any]],
     name: str = 'embedded',
-    device: jax.Device | None = None,
+    devices: Sequence[jax.Device] | None = None,
   ):
     """
     Args:
@@ -144,7 +156,11 @@ class EmbeddedEngine:
       run: calls its first argument with the remaining arguments on the process's device thread, and
         returns the result.
       name: name in segments and messages.
-      device: device of the engine. If None, the first device of this process is used.
+      devices: devices for the engine: the configured mesh needs all of them, and without a mesh,
+        the engine uses the first. If None, these are the devices of this process.
+
+    Raises:
+      UserError: the devices cannot form the configured mesh, or the mesh does not suit the model.
     """
     self.name = name
     self.counts: collections.Counter[str] = collections.Counter()
@@ -157,7 +173,7 @@ class EmbeddedEngine:
     self._config, self._run, self._max_length = config, run, max_length
     self._vocab = model.spec.vocab_size
     self._programs = build_programs(
-      model, config, max_length, jax.local_devices()[0] if device is None else device
+      model, config, max_length, jax.local_devices() if devices is None else devices
     )
     self._version: Version | None = None
     self._scheduler = Scheduler(
@@ -243,12 +259,15 @@ class EmbeddedEngine:
       self._check_alive()
       try:
         await self._run(lambda: self._programs.load(joined(weights.leaves)))
-      except asyncio.CancelledError:
-        self._fail(
-          RunError(
-            f'engine {self.name}: a load was aborted half-way, so its weights have no known version'
+      except BaseException as error:
+        # On a mesh, the earlier weights are freed before a load.
+        if self._config.mesh is not None or isinstance(error, asyncio.CancelledError):
+          self._fail(
+            RunError(
+              f'engine {self.name}: a load was aborted half-way, so its weights have no known '
+              'version'
+            )
           )
-        )
         raise
       self._version = version
       self._scheduler.reweigh(version)

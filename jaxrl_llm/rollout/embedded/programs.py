@@ -12,20 +12,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
-from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params
 from jaxrl_llm.models.api import Model, unstack_layers
-from jaxrl_llm.models.cache import Cache
+from jaxrl_llm.models.cache import Cache, write_rows
+from jaxrl_llm.parallel.memory import shard_bytes
+from jaxrl_llm.parallel.rules import constrain
+from jaxrl_llm.rollout.embedded.placement import Placement
 from jaxrl_llm.rollout.embedded.sampling import Draw, draw, draw_filtered
 from jaxrl_llm.rollout.embedded.speculation import SpeculationConfig, propose
+from jaxrl_llm.rollout.embedded.weights import copied
 
 
 class Slots(NamedTuple):
@@ -122,7 +125,7 @@ class Programs:
     decode_steps: int,
     max_stop_ids: int,
     speculation: SpeculationConfig | None = None,
-    device: jax.Device,
+    placement: Placement,
   ):
     """
     Args:
@@ -135,7 +138,7 @@ class Programs:
         speculative decoding.
       max_stop_ids: maximum number of stop tokens per request.
       speculation: options of speculative decoding. If None, each step samples one token per slot.
-      device: device of the weights, the slots and the programs.
+      placement: devices of the weights, the slots and the programs.
     """
     self.slots, self.buckets, self.prefill_rows, self.decode_steps = (
       slots,
@@ -145,15 +148,16 @@ class Programs:
     )
     self.max_stop_ids, self.max_length = max_stop_ids, max_length
     self._speculation = speculation
-    self._model, self._place = model, SingleDeviceSharding(device)
-    self._shapes = self._abstract(
-      jax.eval_shape(lambda: unstack_layers(model.init(jax.random.key(0))))
-    )
+    self._placement, self._model = placement, placement.model(model)
+    shapes = jax.eval_shape(lambda: unstack_layers(model.init(jax.random.key(0))))
+    dtype = jnp.dtype(model.options.dtype)
     self._shapes = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(model.options.dtype), sharding=self._place),
-      self._shapes,
+      lambda x, sharding: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
+      shapes,
+      placement.of_params(self._model, shapes),
     )
     self._empty = functools.partial(_empty_slots, model, slots, max_length, max_stop_ids)
+    self._slots = self._abstract_rows(jax.eval_shape(self._empty))
     self._params: Params | None = None
     self._state: Slots | None = None
     self._waiting: Params | None = None
@@ -161,16 +165,18 @@ class Programs:
 
   @property
   def nbytes(self) -> int:
-    """Total size in bytes of the weights and the slots on the device."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves((self._params, self._state)))
+    """Size in bytes of the weights and the slots on each device."""
+    return shard_bytes((self._params, self._state), self._placement.device)
 
   @property
   def planned_bytes(self) -> int:
-    """Size in bytes that the weights and the slots need on the device. It is computed from their
+    """Size in bytes that the weights and the slots need on each device. It is computed from their
     shapes, so it is known before they are created.
     """
-    shapes = jax.tree.leaves((self._shapes, jax.eval_shape(self._empty)))
-    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
+    return sum(
+      math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+      for leaf in jax.tree.leaves((self._shapes, self._slots))
+    )
 
   def lower(self, *, filtered: bool) -> dict[tuple[str, int], jax.stages.Lowered]:
     """Lowers every program of the engine. The keys of the result are ('prefill', bucket) and
@@ -178,16 +184,18 @@ class Programs:
     True) if `filtered`.
     """
 
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
-      return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._place)
+    whole, state = self._placement.whole, self._slots
 
-    state = self._abstract(jax.eval_shape(self._empty))
-    lowered = {}
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
+
+    lowered, of_state = {}, _shardings(state)
     for bucket in self.buckets:
-      prefill = jax.jit(functools.partial(_prefill, self._model))
-      lowered['prefill', bucket] = prefill.lower(self._shapes, ints(self.prefill_rows, bucket))
-      prefilled = self._abstract(lowered['prefill', bucket].out_info)
-      admit = jax.jit(_admit, donate_argnums=0)
+      tokens, compute = ints(self.prefill_rows, bucket), functools.partial(_prefill, self._model)
+      prefilled = self._abstract_rows(jax.eval_shape(compute, self._shapes, tokens))
+      prefill = jax.jit(compute, out_shardings=_shardings(prefilled))
+      lowered['prefill', bucket] = prefill.lower(self._shapes, tokens)
+      admit = jax.jit(_admit, donate_argnums=0, out_shardings=of_state)
       lowered['admit', bucket] = admit.lower(
         state, prefilled, ints(self.slots, 9 + self.max_stop_ids)
       )
@@ -201,6 +209,7 @@ class Programs:
           speculation=self._speculation,
         ),
         donate_argnums=1,
+        out_shardings=(of_state, whole),
       )
       lowered['decode', kind] = decode.lower(self._shapes, state, ints(1 + self.slots))
     return lowered
@@ -212,7 +221,7 @@ class Programs:
     self._compiled = {
       name: lowered.compile() for name, lowered in self.lower(filtered=filtered).items()
     }
-    self._make_slots = jax.jit(self._empty, out_shardings=self._place).lower().compile()
+    self._make_slots = jax.jit(self._empty, out_shardings=_shardings(self._slots)).lower().compile()
 
   def release(self) -> None:
     """Frees the device memory. The weights are kept in host memory; the contents of the slots are
@@ -228,43 +237,21 @@ class Programs:
     """Creates empty slots. If host memory contains weights, copies them to the device."""
     self._state = jax.block_until_ready(self._make_slots())
     if self._waiting is not None:
-      self._params = jax.block_until_ready(jax.device_put(self._waiting, self._place))
+      self._params = jax.block_until_ready(jax.device_put(self._waiting, _shardings(self._shapes)))
       self._waiting = None
 
-  def load(self, leaves: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Copies the weights to the device or, while the device memory is released, to host memory.
-    Each array is copied before the next array is requested. Raises ValueError if the names or
-    shapes differ from the model's.
-
-    Args:
-      leaves: (name in the parameter tree, array) of each parameter. Layers may be stacked or
-        separate.
+  def load(self, leaves: Iterable[tuple[str, np.ndarray | jax.Array]]) -> None:
+    """Copies the weights to the devices or, while the device memory is released, to host memory;
+    see `weights.copied`. On a mesh, the earlier weights are freed first.
     """
-    wanted = flatten(self._shapes)
-    copies, shapes = {}, {}
-    for given, array in leaves:
-      parts = {given: array}
-      if given not in wanted and given.startswith('layers/') and np.ndim(array):
-        parts = flatten(unstack_layers(unflatten(parts)))
-      for name, leaf in parts.items():
-        shapes[name] = np.shape(leaf)
-        if name in wanted and shapes[name] == wanted[name].shape:
-          # np.array always copies, even from a CPU device array, so device_put may alias the copy.
-          copy = np.array(leaf, wanted[name].dtype)
-          copies[name] = copy if self._state is None else jax.device_put(copy, self._place)
-    wrong = [
-      f'{name}: got {shapes.get(name)}, wanted {wanted[name].shape if name in wanted else None}'
-      for name in sorted(shapes.keys() | wanted.keys())
-      if name not in wanted or shapes.get(name) != wanted[name].shape
-    ]
-    if wrong:
-      raise ValueError(
-        f'weights do not match this model ({len(wrong)} arrays differ): {"; ".join(wrong[:4])}'
-      )
-    if self._state is None:
-      self._waiting = unflatten(copies)
+    is_released = self._state is None
+    if self._placement.mesh is not None:
+      self._params = None
+    loaded = copied(leaves, self._shapes, to_devices=not is_released)
+    if is_released:
+      self._waiting = loaded
     else:
-      self._params = jax.block_until_ready(unflatten(copies))
+      self._params = loaded
 
   def prefill(self, tokens: Int32[np.ndarray, 'rows bucket']) -> Prefilled:
     """Computes the keys and values of `prefill_rows` prompts, which are padded with zeros to the
@@ -293,10 +280,17 @@ class Programs:
     tokens, bits = np.split(rows[:-counts], 2)
     return Decoded(tokens, bits.view(np.float32), *rows[-counts:])
 
-  def _abstract(self, tree):
+  def _abstract_rows(self, tree: Any) -> Any:
+    """Returns the shapes of a tree of rows with the shardings that they have on the devices."""
     return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place), tree
+      lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+      tree,
+      self._placement.of_rows(tree),
     )
+
+
+def _shardings(tree: Any) -> Any:
+  return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def _empty_slots(model: Model, slots: int, length: int, stops: int) -> Slots:
@@ -365,8 +359,8 @@ def _admit(state: Slots, prefilled: Prefilled, admissions: Int32[Array, 'slots c
 class _Carry(NamedTuple):
   step: Int32[Array, '']
   state: Slots
-  tokens: Int32[Array, 'most slots']
-  logprobs: Float[Array, 'most slots']
+  tokens: Int32[Array, 'slots most']
+  logprobs: Float[Array, 'slots most']
   produced: Int32[Array, 'slots']
   steps: Int32[Array, 'slots']
   drafted: Int32[Array, 'slots']
@@ -407,14 +401,14 @@ def _decode(
   start = _Carry(
     zeros(),
     state,
-    zeros(steps * width, slots),
-    zeros(steps * width, slots, dtype=jnp.float32),
+    zeros(slots, steps * width),
+    zeros(slots, steps * width, dtype=jnp.float32),
     *(zeros(slots) for _ in range(4)),
   )
   end = jax.lax.while_loop(go_on, step, start)
   bits = jax.lax.bitcast_convert_type(end.logprobs, jnp.int32)
   counts = (end.produced, end.state.remaining, end.steps, end.drafted, end.accepted)
-  return end.state, jnp.concatenate([end.tokens, bits, jnp.stack(counts)])
+  return end.state, jnp.concatenate([end.tokens.T, bits.T, jnp.stack(counts)])
 
 
 def _decode_step(
@@ -429,21 +423,22 @@ def _decode_step(
   """Samples one token in each active slot or, with speculation, up to 1 + `speculation.tokens`
   tokens.
   """
+  carry = _sharded_rows(carry, model.mesh)
   state = carry.state
-  most, slots = carry.tokens.shape
+  slots, most = carry.tokens.shape
   width = 1 if speculation is None else 1 + speculation.tokens
-  rows, offsets = jnp.arange(slots)[:, None], jnp.arange(width, dtype=jnp.int32)
+  offsets = jnp.arange(width, dtype=jnp.int32)
   active = state.remaining > 0
   positions = state.position[:, None] + offsets
   window, has_draft = state.token[:, None], jnp.zeros(slots, bool)
   if speculation is not None:
-    history = state.history.at[rows, positions[:, :1]].set(window, mode='drop')
+    history = write_rows(state.history, window, positions[:, :1])
     drafts, has_draft = propose(history, state.position, speculation)
     window = jnp.concatenate([window, drafts], axis=1)
   hidden, cache = model.decode(params, window, positions, state.cache)
-  drawn = _draw_window(hidden, kernel, state, filtered=filtered)
+  drawn = _draw_window(hidden, kernel, state, filtered=filtered, mesh=model.mesh)
   if speculation is not None:
-    state = state._replace(history=history.at[rows, positions + 1].set(drawn.tokens, mode='drop'))
+    state = state._replace(history=write_rows(history, drawn.tokens, positions + 1))
   # Accepts the sampled tokens up to and including the first that differs from its draft. All of
   # them were sampled given correct earlier tokens.
   agree = (window[:, 1:] == drawn.tokens[:, :-1]) & has_draft[:, None]
@@ -461,13 +456,24 @@ def _decode_step(
       position=state.position + count,
       remaining=jnp.where(active & (count != until_stop), state.remaining - count, 0),
     ),
-    tokens=carry.tokens.at[places, rows].set(drawn.tokens, mode='drop'),
-    logprobs=carry.logprobs.at[places, rows].set(drawn.logprobs, mode='drop'),
+    tokens=write_rows(carry.tokens, drawn.tokens, places),
+    logprobs=write_rows(carry.logprobs, drawn.logprobs, places),
     produced=carry.produced + count,
     steps=carry.steps + active,
     drafted=carry.drafted + (active & has_draft) * (width - 1),
     accepted=carry.accepted + jnp.minimum(agreeing, count),
   )
+
+
+def _sharded_rows(carry: _Carry, mesh: Mesh | None) -> _Carry:
+  """Shards the rows of all arrays but the KV cache over a mesh. Otherwise, the compiler would shard
+  them over more devices than the rows of hidden states, and gather them in every layer.
+  """
+
+  def shard(x: Shaped[Array, '...']) -> Shaped[Array, '...']:
+    return constrain(x, mesh, *('batch', *(None,) * x.ndim)[: x.ndim])
+
+  return jax.tree.map(lambda x: x if x.ndim == 4 else shard(x), carry)
 
 
 def _draw_window(
@@ -476,9 +482,14 @@ def _draw_window(
   state: Slots,
   *,
   filtered: bool,
+  mesh: Mesh | None,
 ) -> Draw:
   """Samples the token after each token of the slots' windows. A window consists of a slot's newest
   token and the drafts after it. Both fields of the result have the shape [slots, width].
+
+  On a mesh, each device computes the logits of its part of the vocabulary. The rows are then
+  divided among the devices, so that one device has all logits of a row and samples as without a
+  mesh.
   """
   slots, width = hidden.shape[:2]
   logits = jax.lax.dot_general(
@@ -487,6 +498,7 @@ def _draw_window(
     (((1,), (1,)), ((), ())),
     preferred_element_type=jnp.float32,
   )
+  logits = constrain(constrain(logits, mesh, 'batch', 'vocab'), mesh, 'draws', None)
 
   def each(values: Shaped[Array, 'slots *entry']) -> Shaped[Array, 'rows *entry']:
     return jnp.repeat(values, width, axis=0)
@@ -496,4 +508,4 @@ def _draw_window(
   drawn = (
     draw_filtered(*common, each(state.top_k), each(state.top_p)) if filtered else draw(*common)
   )
-  return Draw(*(field.reshape(slots, width) for field in drawn))
+  return Draw(*(constrain(field.reshape(slots, width), mesh, 'batch', None) for field in drawn))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from jaxrl_llm.models.api import Model, build_model
 from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig, EmbeddedEngine, build_programs
+from jaxrl_llm.rollout.embedded.placement import place
 from jaxrl_llm.rollout.engine import EngineSetting, EngineSpec, Run
 
 
@@ -21,24 +22,31 @@ def embedded_engine(config: EmbeddedConfig) -> EngineSpec:
     )
 
   def programs(
-    setting: EngineSetting, device: jax.Device
+    setting: EngineSetting, devices: Sequence[jax.Device]
   ) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    lowered = build_programs(_model(setting), config, setting.max_length, device).lower(
+    lowered = build_programs(_model(setting), config, setting.max_length, devices).lower(
       filtered=config.filters
     )
+    on = 'one device' if config.mesh is None else f'{len(devices)} devices'
     for (kind, detail), program in lowered.items():
       if kind != 'admit':
-        yield (
-          f'{kind} {detail}' if kind == 'prefill' else 'filtered decode' if detail else 'decode',
-          program,
-        )
+        decode = 'filtered decode' if detail else 'decode'
+        yield f'{f"{kind} {detail}" if kind == "prefill" else decode}, on {on}', program
 
-  def device_bytes(setting: EngineSetting, device: jax.Device) -> int:
-    return build_programs(_model(setting), config, setting.max_length, device).planned_bytes
+  def device_bytes(setting: EngineSetting, devices: Sequence[jax.Device]) -> int:
+    return build_programs(_model(setting), config, setting.max_length, devices).planned_bytes
+
+  def check_devices(setting: EngineSetting, devices: Sequence[jax.Device]) -> None:
+    place(config.mesh, devices, spec=setting.spec, slots=config.slots)
+
+  sharded = config.mesh is not None
 
   return EngineSpec(
     build=build,
     unsupported=config.unsupported,
+    dtype='policy' if sharded else None,
+    loads_device_arrays=sharded,
+    check_devices=check_devices,
     programs=programs,
     device_bytes=device_bytes,
   )
