@@ -133,7 +133,9 @@ def _cut(family: Sequence[Branch], lengths: Sequence[int], most: int) -> list[tu
 def _tree_units(
   trees: Sequence[Sequence[Branch]], units: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-  """Returns the numbers of the trees that must stay together."""
+  """Returns the units of trees: the numbers of the trees that contain rows of the same unit. A tree
+  that need not stay together with another one is a unit of its own.
+  """
   tree_of = {row: number for number, tree in enumerate(trees) for row, _ in tree}
   together = {number: [number] for number in range(len(trees))}
   for unit in units:

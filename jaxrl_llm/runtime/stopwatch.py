@@ -53,7 +53,7 @@ class Stopwatch:
         self._inside[-1] = _sum(self._inside[-1], seconds - beside, beside)
 
   def take(self) -> dict[str, float]:
-    """Returns the seconds since the last call, keyed by name."""
+    """Returns the seconds that each part has taken since the last call, keyed by name."""
     seconds, self._seconds = self._seconds, {}
     return seconds
 

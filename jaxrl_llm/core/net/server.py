@@ -269,7 +269,7 @@ class _Listener(socket.socket):
 
   def accept(self) -> tuple[socket.socket, Any]:
     """Accepts a connection. Called by the event loop."""
-    # Wait 'request': over already, because the event loop has found the socket readable.
+    # Wait 'request': does not block, because the event loop has found the socket readable.
     connection, address = super().accept()
     number = connection.fileno()
     self._forget(number)  # An earlier connection with this descriptor has been closed.
