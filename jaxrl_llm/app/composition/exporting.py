@@ -160,11 +160,11 @@ async def export_together(
 
 def _begin(directory: pathlib.Path, describe: Callable[[], None]) -> str:
   """Creates the directory, and marks it with a token. By the token, the other processes check
-  whether they see the same directory. Returns the token.
+  whether they see the same directory. Returns the token; '' if there is only one process.
   """
   describe()
   with writing(directory):
-    return mark(directory)
+    return mark(directory) if jax.process_count() > 1 else ''
 
 
 def _write(model: ModelExport, plan: FilePlan, digests: bool) -> Json:
@@ -196,7 +196,7 @@ def _write(model: ModelExport, plan: FilePlan, digests: bool) -> Json:
 def _end(directory: pathlib.Path, plan: FilePlan, *, revealed: bool) -> None:
   """Gives the written files their final names if `revealed`; otherwise, removes them."""
   with writing(directory):
-    (directory / TOKEN).unlink()
+    (directory / TOKEN).unlink(missing_ok=True)
     if not revealed:
       discard_files(directory, plan)
   if revealed:
