@@ -79,10 +79,20 @@ class Errands:
     if not delivery.signature:
       self._refuse('unsigned', f'the completion for {nonce} has no signature')
     self._states[nonce] = _State.DELIVERED
+    # If the explorer's connection breaks, this call is cancelled. The completion is accepted
+    # nevertheless, because the explorer's next delivery will be ignored.
+    await asyncio.shield(asyncio.create_task(self._accept(errand, completion, delivery)))
+
+  async def _accept(
+    self, errand: Errand, completion: asyncio.Future[Completion], delivery: Delivery
+  ) -> None:
+    """Passes a delivered completion on to the engine. Raises BadDelivery if its signature is
+    wrong.
+    """
     try:
       result = await errand.read(delivery.signature, delivery.answer)
     except Forged as error:
-      self._refuse('forged', f'the completion for {nonce} is forged: {error}')
+      self._refuse('forged', f'the completion for {delivery.nonce} is forged: {error}')
     except Exception as error:  # The front has signed the answer, so the server is at fault.
       if not completion.done():
         completion.set_exception(error)

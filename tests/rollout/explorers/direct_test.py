@@ -18,7 +18,8 @@ from fleets import GENERATE, MODEL, places, until
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Lost
 from jaxrl_llm.core.net.tickets import TicketKeys
-from jaxrl_llm.rollout.api import Errand, Undelivered
+from jaxrl_llm.core.records.sample import Finish
+from jaxrl_llm.rollout.api import Completion, Errand, Undelivered
 from jaxrl_llm.rollout.explorers.errands import Errands, RequestCourier
 from jaxrl_llm.rollout.explorers.explorer import Evicted
 from jaxrl_llm.rollout.explorers.wire import Delivery
@@ -179,6 +180,37 @@ def test_the_engine_waits_for_no_delivery_beyond_its_deadline():
       await RequestCourier(errands).fetch(errand)
     await errands.deliver(Delivery('n', answer=b'a', signature=b's'))
     assert counts == {'direct_undelivered': 1, 'direct_late': 1}
+
+  direct.run(main)
+
+
+def test_a_delivery_whose_connection_breaks_while_it_is_checked_is_not_lost():
+  """The explorer's next delivery is ignored as a repetition."""
+
+  async def main():
+    counts, reading, goes_on = collections.Counter(), asyncio.Event(), asyncio.Event()
+    empty = {'tokens': np.zeros(0, np.int32), 'logprobs': np.zeros(0, np.float32)}
+    completion = Completion(**empty, finish=Finish.LENGTH, segments=())
+    errands = Errands(counts)
+
+    async def read(*_):
+      reading.set()
+      await goes_on.wait()
+      return completion
+
+    fields = dict.fromkeys(('address', 'path', 'authorization'), '')
+    errand = Errand(nonce='n', body=b'', deadline_s=1000.0, read=read, **fields)
+    fetching = asyncio.create_task(RequestCourier(errands).fetch(errand))
+    await asyncio.sleep(0)
+    delivery = Delivery('n', answer=b'a', signature=b's')
+    handler = asyncio.create_task(errands.deliver(delivery))
+    await reading.wait()
+    handler.cancel()
+    await asyncio.wait([handler])
+    await errands.deliver(delivery)
+    goes_on.set()
+    assert await fetching is completion
+    assert counts == {'direct_repeated': 1, 'direct_delivered': 1}
 
   direct.run(main)
 
