@@ -63,6 +63,7 @@ class Server(Generic[Client]):
     authenticate: Callable[[bytes], Client | None],
     handle: Callable[[web.BaseRequest, Client], Awaitable[web.StreamResponse]],
     wanted: str,
+    closes: Callable[[Client], bool] = lambda client: False,
   ):
     """
     Args:
@@ -74,8 +75,10 @@ class Server(Generic[Client]):
       handle: responds to an authenticated request. It may raise Refusal, and is cancelled if the
         client disconnects.
       wanted: error message for requests without a known token.
+      closes: returns whether the connection of a client is closed after a refused request. It must
+        be closed if the client's header may no longer be good for anything.
     """
-    self.refused = 0
+    self.refused, self._closes = 0, closes
     self._routes, self._wanted = tuple(routes), wanted
     self._authenticated, self._respond = authenticate, handle
     self._listener: _Listener | None = None
@@ -136,12 +139,16 @@ class Server(Generic[Client]):
     await web.SockSite(runner, self._listener, ssl_context=tls, backlog=backlog).start()
 
   async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    client: Client | None = None
     try:
       client = self._authenticate(request)
       _admit(request, self._routes)
       return await self._respond(request, client)
     except Refusal as refusal:
-      return error_response(refusal)
+      response = error_response(refusal)
+      if client is not None and self._closes(client):
+        response.force_close()
+      return response
 
   def _authenticate(self, request: web.BaseRequest) -> Client:
     given = request.headers.getall(hdrs.AUTHORIZATION, [])

@@ -31,7 +31,7 @@ class Ticket(NamedTuple):
   nonce: str
   """Random number that identifies the ticket."""
   front: str
-  """Random number that the front has chosen when it started."""
+  """Random number of the front, which it chooses when it starts, and again from time to time."""
   digest: str
   """SHA-256 of the body of the request."""
 

@@ -96,6 +96,8 @@ class TokenServer:
       authenticate=self._authenticate,
       handle=self._answer,
       wanted='wanted one header "Authorization: Bearer TOKEN" with this front\'s token',
+      # A used ticket still authenticates. It must not keep connections, which have no deadline.
+      closes=lambda client: isinstance(client, Ticket),
     )
 
   async def __aenter__(self) -> Self:

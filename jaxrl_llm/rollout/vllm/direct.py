@@ -13,7 +13,7 @@ request's body. It therefore determines the prompt, the sampling parameters and 
 from __future__ import annotations
 
 import asyncio
-import collections
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -30,15 +30,16 @@ from jaxrl_llm.rollout.api import Completion, Errand, Forged
 from jaxrl_llm.rollout.vllm.answer import signed_answer
 
 FRONT_PATH, SIGNED_PATH = '/direct/front', '/direct/generate'
-"""Paths of a front: for its number, which it has chosen at its start, and for requests for samples
-that have a ticket.
+"""Paths of a front: for its number, which it chooses at random, and for requests for samples that
+have a ticket.
 """
 _UPSTREAM_PATH = '/inference/v1/generate'
 _MAX_ANSWER_BYTES = 1 << 28
 _REMEMBERED = 1 << 16
-"""Number of used tickets that a front remembers. The fleet remembers all tickets for whose answers
-it waits.
+"""Number of used tickets after which a front forgets them and takes another number, so that none of
+them is good again. Unused tickets for the earlier number are then refused, too.
 """
+_NUMBER = re.compile('[0-9a-f]{32}')
 
 
 class SigningFront:
@@ -54,7 +55,8 @@ class SigningFront:
     self._client = Client(
       upstream, key=None, ca_file=None, where='front', max_bytes=_MAX_ANSWER_BYTES
     )
-    self._used: collections.OrderedDict[str, None] = collections.OrderedDict()
+    self._used: set[str] = set()
+    """Nonces of the used tickets for the current number."""
 
   @property
   def handlers(self) -> Mapping[tuple[str, str], Handler]:
@@ -74,8 +76,7 @@ class SigningFront:
     """Passes the request on to the server. Responds with the signature, followed by the server's
     answer in signed form.
     """
-    body = await (await begin_upload(request, MAX_BODY)).read()
-    self._redeem(ticket, body)
+    body = await self._redeem(request, ticket)
     try:
       # Wait 'upstream': bounded by the client, which cancels the request by hanging up.
       async with self._client.request(
@@ -98,19 +99,29 @@ class SigningFront:
       body=signature + answer, content_type='application/octet-stream', headers=SERVER
     )
 
-  def _redeem(self, ticket: Ticket, body: bytes) -> None:
-    """Marks a ticket as used. Raises Refusal if it does not permit this request, or if it was used
-    before.
+  async def _redeem(self, request: web.BaseRequest, ticket: Ticket) -> bytes:
+    """Returns the body of a request, and marks its ticket as used. Raises Refusal if the ticket
+    does not permit this request, or if it was used before.
+
+    The ticket is marked before the body is read, because otherwise one ticket would admit any
+    number of large bodies at the same time. It stays good if the body breaks off or is another one.
     """
     if ticket.front != self._id:
       raise Refusal(403, 'the ticket is for another front, or from before this one started')
-    if not ticket.permits(body):
-      raise Refusal(403, 'the ticket is for a request with another body')
     if ticket.nonce in self._used:
       raise Refusal(403, 'the ticket has been used')
-    self._used[ticket.nonce] = None
-    if len(self._used) > _REMEMBERED:
-      self._used.popitem(last=False)
+    self._used.add(ticket.nonce)
+    try:
+      body = await (await begin_upload(request, MAX_BODY)).read()
+      if not await background.by_length(len(body) >> 8, ticket.permits, body):
+        raise Refusal(403, 'the ticket is for a request with another body')
+    except BaseException:
+      self._used.discard(ticket.nonce)
+      raise
+    if len(self._used) >= _REMEMBERED:
+      self._id = secrets.token_hex(16)
+      self._used.clear()
+    return body
 
 
 class TicketOffice:
@@ -141,7 +152,7 @@ class TicketOffice:
     if self._front is None:
       answer = await call('GET', FRONT_PATH)
       front = answer.get('front') if isinstance(answer, dict) else None
-      if not (isinstance(front, str) and len(front) == 32):
+      if not (isinstance(front, str) and _NUMBER.fullmatch(front)):
         raise Malformed(f'{self._address}: {FRONT_PATH}: answered {str(answer)[:80]}')
       self._front = front
     return self._front
@@ -174,7 +185,10 @@ class TicketOffice:
       return parse(answer)
 
     async def read(signature: bytes, answer: bytes) -> Completion:
-      return await background.by_length(tokens, read_checked, signature, answer)
+      # An explorer may deliver a longer answer than the engine has requested. Each token takes 8
+      # bytes.
+      count = max(tokens, len(answer) // 8)
+      return await background.by_length(count, read_checked, signature, answer)
 
     return Errand(
       nonce=ticket.nonce,
