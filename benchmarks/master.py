@@ -1,7 +1,7 @@
 """CPU time that the master spends on a sample, by thread, process and part.
 
   .venv/bin/python benchmarks/master.py [--before=DIRECTORY] [--samples=64] [--tokens=16384] \\
-    [--steps=2]
+    [--steps=2] [--explorers=none,master,direct]
 
 Fake servers answer `--samples` samples of `--tokens` tokens per step. The master has the parts that
 it has in a run: fleet, workflow, explorer, store, batches, and the logs of a step. Scorers answer
@@ -47,7 +47,14 @@ _SERVERS = flags.DEFINE_integer('servers', 2, 'Fake servers.')
 _STREAM = flags.DEFINE_integer(
   'stream', 256, 'rollout.vllm.stream of trees that have it; 0 for whole answers.'
 )
+_EXPLORERS = flags.DEFINE_list(
+  'explorers',
+  ['none'],
+  'Who runs the workflow and fetches the answers; each value is a side. none: the master. master: '
+  'an explorer process runs it, and the master fetches. direct: the explorer fetches.',
+)
 _ROUNDS = flags.DEFINE_integer('rounds', 1, 'Runs of each side.')
+_TOKEN = 'token-of-this-benchmark-0123456789'
 _PROMPT = 512
 _PIECE = 256
 """Number of tokens that a server samples at a time. An event of a stream has at least this many
@@ -63,6 +70,8 @@ PARTS = {
     'rollout.vllm.answer:_parse_events',
   ),
   'check answers': ('rollout.vllm.client:_completion', 'rollout.vllm.answer:_checked'),
+  'check signatures': ('core.net.tickets:TicketKeys.is_signed',),
+  'check samples of explorers': ('rollout.explorers.crew:read_steps',),
   'decode text': ('rollout.workflow:completion_text',),
   'build samples': ('rollout.workflow:rollout_sample',),
   'encode samples': ('replay.writer:encode',),
@@ -138,7 +147,7 @@ def answer(count: int, seed: int) -> tuple[list[int], list[float]]:
 
 
 async def serve(uds: str) -> None:
-  """Runs one fake server."""
+  """Runs one fake server, behind a front if there are explorers."""
   import fleets
   from fake_vllm import FakeServer, Scripted
 
@@ -151,7 +160,27 @@ async def serve(uds: str) -> None:
   length = _TOKENS.value + _PROMPT
   server = FakeServer(backend, max_model_len=length, vocab_size=fleets.VOCAB)
   await server.start(uds=uds)
+  if _EXPLORERS.value != ['none']:
+    await open_front(uds)
   await server.ended.wait()  # The wait 'client' is bounded by the benchmark, which kills it.
+
+
+async def open_front(uds: str) -> None:
+  """Opens a front that signs, and writes its address to a file beside the server's socket."""
+  from jaxrl_llm.core.net.front import Front
+  from jaxrl_llm.core.net.token_server import FrontConfig
+  from jaxrl_llm.rollout.vllm.direct import SigningFront
+
+  token = pathlib.Path(f'{uds}.token')
+  token.touch(mode=0o600)
+  token.write_text(_TOKEN)
+  signing, config = SigningFront(f'unix:{uds}', _TOKEN), FrontConfig(token_file=str(token))
+  handlers, ticketed = signing.handlers, signing.ticketed
+  front = Front(config, upstream=f'unix:{uds}', handlers=handlers, ticketed=ticketed)
+  address = await front.start()
+  unfinished = pathlib.Path(f'{uds}.unfinished')
+  unfinished.write_text(address)
+  unfinished.rename(f'{uds}.front')
 
 
 @contextlib.asynccontextmanager
@@ -165,13 +194,74 @@ async def fleet_over(sockets: list[str], folder: pathlib.Path):
   config = {'latency_s': 3600.0}
   if any(field.name == 'stream' for field in dataclasses.fields(serving.VllmConfig)):
     config['stream'] = _STREAM.value or None
-  async with serving.attached(fleets.MODEL, addresses, folder, **config) as fleet:
+  if _EXPLORERS.value == ['none']:
+    opening = serving.attached(fleets.MODEL, addresses, folder, **config)
+  else:
+    is_direct = _EXPLORERS.value == ['direct']
+    fronts = [pathlib.Path(f'{socket}.front').read_text() for socket in sockets]
+    opening = serving.fleet_of(fleets.MODEL, replicas(fronts), folder, direct=is_direct, **config)
+  async with opening as fleet:
     await fleet.load(fleets.weights(fleets.A))
     yield fleet
 
 
+def replicas(fronts: list[str]) -> list:
+  from jaxrl_llm.rollout.vllm.client import VllmClient
+  from jaxrl_llm.rollout.vllm.replica import Replica
+
+  names = {f'vllm-{i}': address for i, address in enumerate(fronts)}
+  clients = [VllmClient(address, key=_TOKEN, name=name) for name, address in names.items()]
+  return [Replica(client.name, client=client, server=None) for client in clients]
+
+
+def make_crew(hub, tokenizer, max_tokens: int, *, folder: pathlib.Path):
+  """Returns a crew of one explorer process."""
+  from jaxrl_llm.app.serve.explorer import command
+  from jaxrl_llm.rollout.explorers.crew import Crew, ExplorersConfig
+  from jaxrl_llm.rollout.explorers.explorer import Welcome
+  from jaxrl_llm.rollout.untrusted import Bounds
+  from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig, turns_of
+
+  welcome = Welcome(
+    workflow=WorkflowConfig(),
+    max_tokens=max_tokens,
+    max_steps=1,
+    max_prompt=_PROMPT,
+    tokenizer=tokenizer.files,
+  )
+  return Crew(
+    hub,
+    ExplorersConfig(
+      groups=_SAMPLES.value // _SIZE.value,
+      direct=_EXPLORERS.value == ['direct'],
+      silent_s=3600.0,
+    ),
+    welcome=welcome.row(),
+    text=SingleTurn(hub, tokenizer, max_tokens=max_tokens).text,
+    turns=functools.partial(turns_of, tokenizer),
+    bounds=Bounds(vocab_size=tokenizer.vocab_size, max_length=max_tokens + _PROMPT),
+    logs=folder / 'logs',
+    command=command,
+  )
+
+
+@contextlib.asynccontextmanager
+async def started(workflow):
+  """Runs the crew, if the workflow is one."""
+  if not hasattr(workflow, 'start'):
+    yield
+    return
+  try:
+    await workflow.start()
+    yield
+    if _EXPLORERS.value == ['direct']:  # The figures are those of what they say they are.
+      assert workflow.counts == {'direct_delivered': workflow.counts['direct_delivered']}
+  finally:
+    await workflow.close()
+
+
 def open_run(fleet, folder: pathlib.Path):
-  """Opens the explorer's batches, and the logs that a step writes to."""
+  """Opens the explorer's batches, the logs that a step writes to, and the workflow."""
   import exploring
 
   from jaxrl_llm.core.records.task import Task
@@ -192,6 +282,9 @@ def open_run(fleet, folder: pathlib.Path):
     )
     for i in range(_SAMPLES.value // _SIZE.value)
   ]
+  options = {}
+  if _EXPLORERS.value != ['none']:
+    options['make'] = functools.partial(make_crew, folder=folder)
   exploration = exploring.Exploration(
     tokenizer,
     store,
@@ -202,6 +295,9 @@ def open_run(fleet, folder: pathlib.Path):
     groups_per_batch=_SAMPLES.value // _SIZE.value,
     group_size=_SIZE.value,
     collect_deadline_s=3600.0,
+    **(
+      {} if _EXPLORERS.value == ['none'] else {'make': functools.partial(make_crew, folder=folder)}
+    ),
   )
   batches = RolloutBatches(exploration.explorer)
   logs = Logs(
@@ -216,7 +312,7 @@ def open_run(fleet, folder: pathlib.Path):
     decode=functools.partial(tokenizer.decode, skip_special=False),
     machine_metrics=dict,
   )
-  return batches, logs
+  return batches, logs, exploration.runner.workflow
 
 
 _DIGITS = str.maketrans('01234567', 'abcdefgh')
@@ -252,8 +348,8 @@ async def measure(sockets: list[str], folder: pathlib.Path) -> dict:
   samples."""
   parts, longest, digest, samples = Parts(), Longest(), hashlib.blake2b(), []
   async with fleet_over(sockets, folder) as fleet:
-    batches, logs = open_run(fleet, folder)
-    async with batches.running():
+    batches, logs, workflow = open_run(fleet, folder)
+    async with started(workflow), batches.running():
       batches.advance(0, 0)
       for step in range(_STEPS.value + 1):
         samples += await write(logs, batches, step)
@@ -287,12 +383,14 @@ def usage() -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def servers(folder: pathlib.Path):
+def servers(folder: pathlib.Path, explorers: str):
   sockets = [str(folder / f'{i}.sock') for i in range(_SERVERS.value)]
-  command = [sys.executable, __file__, 'serve', f'--tokens={_TOKENS.value}']
+  options = [f'--tokens={_TOKENS.value}', f'--explorers={explorers}']
+  command = [sys.executable, __file__, 'serve', *options]
   processes = [subprocess.Popen([*command, socket]) for socket in sockets]
+  ready = sockets if explorers == 'none' else [f'{socket}.front' for socket in sockets]
   try:
-    while not all(pathlib.Path(socket).exists() for socket in sockets):
+    while not all(pathlib.Path(file).exists() for file in ready):
       if any(process.poll() is not None for process in processes):
         raise SystemExit('a fake server ended at its start; see above')
       time.sleep(0.1)
@@ -303,13 +401,14 @@ def servers(folder: pathlib.Path):
       process.wait()
 
 
-def measured(tree: pathlib.Path) -> dict:
+def measured(tree: pathlib.Path, explorers: str) -> dict:
   """Measures a tree in a separate process."""
   with tempfile.TemporaryDirectory() as directory:
     folder = pathlib.Path(directory)
     names = ('samples', 'tokens', 'steps', 'group_size', 'stream')
     options = [f'--{name}={flags.FLAGS[name].value}' for name in names]
-    with servers(folder) as sockets:
+    options.append(f'--explorers={explorers}')
+    with servers(folder, explorers) as sockets:
       done = subprocess.run(
         [sys.executable, __file__, 'measure', *options, directory, *sockets],
         env=os.environ | {'MASTER_TREE': str(tree), 'JAX_PLATFORMS': 'cpu'},
@@ -349,10 +448,11 @@ def main(argv: list[str]) -> None:
     folder, *sockets = arguments
     print(_DONE + json.dumps(asyncio.run(measure(sockets, pathlib.Path(folder)))))
   else:
-    trees = {'before': pathlib.Path(_BEFORE.value)} if _BEFORE.value else {}
-    trees['now'] = _ROOT
+    trees = {'before': (pathlib.Path(_BEFORE.value), 'none')} if _BEFORE.value else {}
+    for how in _EXPLORERS.value:
+      trees['now' if how == 'none' else f'explorers: {how}'] = _ROOT, how
     for _ in range(_ROUNDS.value):
-      sides = {name: measured(tree.resolve()) for name, tree in trees.items()}
+      sides = {name: measured(tree.resolve(), how) for name, (tree, how) in trees.items()}
       table(sides)
       if len({side['digest'] for side in sides.values()}) > 1:
         raise SystemExit('the two sides have different samples')

@@ -94,7 +94,7 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
     raise UserError(
       f"--config={spec}: the run's own configuration is used; --config.field=value changes it"
     )
-  saved = config_of_run(run)
+  saved = _without_direct(config_of_run(run))
   config = apply_overrides(saved, overrides)
   check_alone()
   attached, addresses = (
@@ -123,6 +123,18 @@ def untrained_config(spec: str, overrides: Mapping[str, str]) -> Config:
   config = apply_overrides(load_file(spec, Config), overrides)
   check_alone()
   return with_local_explorers(config)
+
+
+def _without_direct(config: Config) -> Config:
+  """Returns the configuration without `rollout.explorers.direct`, which the run's own servers
+  permit, but another engine may not.
+  """
+  explorers = config.rollout.explorers
+  if explorers is None or not explorers.direct:
+    return config
+  explorers = dataclasses.replace(explorers, direct=False)
+  rollout = dataclasses.replace(config.rollout, explorers=explorers)
+  return dataclasses.replace(config, rollout=rollout)
 
 
 def with_local_explorers(config: Config) -> Config:

@@ -14,16 +14,16 @@ from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
+from jaxrl_llm.rollout.vllm.server import VllmConfig
 
 LISTEN = FrontConfig(port=8500, token_file='token')
 GIVEN = ExplorersConfig(processes=3, silent_s=7.0)
 
 
-def run_with(path, explorers):
+def run_with(path, explorers, **rollout):
   config = load_file(str(ROOT / 'configs' / 'quickstart.py'), Config)
-  Workdir(path).adopt(
-    dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explorers=explorers))
-  )
+  rollout = dataclasses.replace(config.rollout, explorers=explorers, **rollout)
+  Workdir(path).adopt(dataclasses.replace(config, rollout=rollout))
   return path
 
 
@@ -39,6 +39,14 @@ def run_with(path, explorers):
 def test_explorers_of_other_machines_stay_with_the_run(tmp_path, explorers, used):
   run = run_with(tmp_path / 'run', explorers)
   assert config_to_serve(run, None, {}).rollout.explorers == used
+
+
+def test_a_run_whose_explorers_fetch_from_its_servers_opens_with_another_engine(tmp_path):
+  vllm = VllmConfig(addresses=('http://127.0.0.1:1',), key_file='token')
+  explorers = dataclasses.replace(GIVEN, direct=True)
+  run = run_with(tmp_path / 'run', explorers, engine='vllm', vllm=vllm)
+  used = config_to_serve(run, None, {'rollout.engine': 'embedded'}).rollout
+  assert used.engine == 'embedded' and used.explorers == GIVEN
 
 
 @pytest.mark.parametrize(
