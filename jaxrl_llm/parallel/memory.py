@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import xxhash
 from jax.sharding import Sharding, SingleDeviceSharding
-from jaxtyping import PyTree
+from jaxtyping import PyTree, Shaped
 
 from jaxrl_llm.core.errors import RunError
 
@@ -153,7 +153,7 @@ def restored(tree: PyTree, homes: Sequence[Sharding]) -> PyTree:
   return structure.unflatten([move(*pair) for pair in zip(leaves, homes, strict=True)])
 
 
-def _copied(array: jax.Array, sharding: Sharding) -> jax.Array:
+def _copied(array: Shaped[jax.Array, '...'], sharding: Sharding) -> jax.Array:
   """Copies an array to another memory of the same devices and frees the original. Every process
   copies its own shards.
   """
@@ -177,7 +177,7 @@ def _assembled(
   return jax.block_until_ready(array)
 
 
-def _written(array: jax.Array, path: pathlib.Path) -> StoredArray:
+def _written(array: Shaped[jax.Array, '...'], path: pathlib.Path) -> StoredArray:
   shards = []
   try:
     for i, shard in enumerate(array.addressable_shards):

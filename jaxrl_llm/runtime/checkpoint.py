@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jaxtyping import Shaped
 import xxhash
 from absl import logging
 
@@ -316,7 +317,7 @@ def _save_args(state: Any, config: CheckpointConfig) -> Any:
   """Returns the data types in which the arrays of `state` are stored, as orbax's options."""
   rounded = ocp.SaveArgs(dtype=np.dtype(config.moments_dtype))
 
-  def options(path: Sequence[Any], array: jax.Array) -> ocp.SaveArgs:
+  def options(path: Sequence[Any], array: Shaped[jax.Array, '...']) -> ocp.SaveArgs:
     is_moment = 'opt_state' in jax.tree_util.keystr(path, simple=True, separator='/').split('/')
     is_float = array.dtype == np.float32 and array.ndim > 0
     return rounded if is_moment and is_float else ocp.SaveArgs()
