@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.models import attention as module
 from jaxrl_llm.models.attention import proven
 from jaxrl_llm.ops.attention import attention, masked
 from jaxrl_llm.ops.self_check import Trial, first_correct, why_wrong
@@ -157,8 +158,24 @@ def test_without_a_gpu_its_whole_chain_is_rejected_and_plain_jax_remains():
 
 
 def test_what_cannot_do_the_lengths_or_shards_is_not_tried():
-  reason = proved('auto', time=16_384, shards=2).reason
+  found = proved('auto', time=16_384, shards=2)
+  reason = found.reason
+  assert found.implementation == 'blockwise'
   assert 'cudnn needs a mask of 16384' in reason and 'pallas_gpu numbers tokens' in reason
+
+
+def test_with_a_sharded_time_axis_queries_of_a_part_are_checked(monkeypatch):
+  """A real fault of that path alone: the parts' queries are placed as if they began the row."""
+
+  def faulty(query, key, value, of_queries, of_keys, **rule):
+    if of_queries is not of_keys:
+      of_queries = jax.tree.map(lambda x, y: x[:, : y.shape[1]], of_keys, of_queries)
+    return attention(query, key, value, of_queries, of_keys, **rule)
+
+  monkeypatch.setattr(module, 'attention', faulty)
+  assert proved('auto').implementation == 'blockwise'
+  with pytest.raises(UserError, match=r'^policy.attention: .*blockwise: is wrong: the output'):
+    proved('auto', shards=2)
 
 
 def test_a_kernel_that_is_asked_for_and_wrong_is_refused_in_one_line():
