@@ -16,7 +16,7 @@ import math
 import os
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -378,19 +378,30 @@ class Update(Protocol):
 
 
 class Verification:
-  """Reads and verifies the files of whole weights in a thread, while the server samples."""
+  """Reads and verifies the files of whole weights in a thread, while the server samples.
+
+  Tensors that are read whole stay in the files' pages. They are therefore not used if a file has
+  been overwritten since, as the trainer does with files that it has released.
+  """
 
   def __init__(self, views: Mapping[str, View], update: Update):
     self._update, self._cuts = update, known_slices(views, update.slices)
     self._tensors: dict[str, torch.Tensor] | None = None
+    self._files: list[BinaryIO] = []
+    """The files, which are open so that changes of them are noticed even if they have no name."""
+    self._stamps: list[tuple[int, int]] = []
+    """Result of `_stamps_now` before the files were read."""
     self.error = ''
     """Reason for which the files cannot be used; empty if there is none."""
     self._thread = threading.Thread(target=self._read, name='verification', daemon=True)
     self._thread.start()
 
   def _read(self) -> None:
+    directory = self._update.directory
     try:
-      self._tensors = read_checked(self._update.files, self._update.directory, self._cuts)
+      self._files.extend(_opened(os.path.join(directory, name)) for name in self._update.files)
+      self._stamps = self._stamps_now()
+      self._tensors = read_checked(self._update.files, directory, self._cuts)
     except Exception as error:  # `verified` reports it to the trainer.
       self.error = str(error) or type(error).__name__
 
@@ -399,12 +410,30 @@ class Verification:
     return not self._thread.is_alive()
 
   def tensors_of(self, update: Update) -> dict[str, torch.Tensor] | None:
-    """Returns the verified tensors. Returns None if they belong to another update than `update`, or
-    if the verification has failed or is not complete.
+    """Returns the verified tensors. Returns None if they belong to another update than `update`, if
+    the verification has failed or is not complete, or if a file was overwritten since. Can be
+    called once.
     """
+    if not self.is_done:
+      return None
     names = ('directory', 'files', 'slices')
     is_same = all(getattr(update, name) == getattr(self._update, name) for name in names)
-    return self._tensors if is_same and self.is_done else None
+    is_same = is_same and self._stamps_now() == self._stamps
+    for file in self._files:
+      file.close()
+    return self._tensors if is_same else None
+
+  def _stamps_now(self) -> list[tuple[int, int]]:
+    """Returns the time of the last change and the size of each file."""
+    statuses = (os.fstat(file.fileno()) for file in self._files)
+    return [(status.st_mtime_ns, status.st_size) for status in statuses]
+
+
+def _opened(path: str) -> BinaryIO:
+  try:
+    return open(path, 'rb')
+  except OSError as error:
+    raise ValueError(f'{path}: cannot be read: {error.strerror}') from None
 
 
 class Receiver:

@@ -453,6 +453,27 @@ def test_files_that_were_verified_are_loaded_without_reading_them_again(tmp_path
     receiver.receive(views, update)
 
 
+@pytest.mark.parametrize('renamed', [False, True])
+def test_verified_files_that_are_overwritten_before_they_are_loaded_are_refused(
+  tmp_path, published, renamed
+):
+  """The trainer writes a new version into the file of one that it has released."""
+  whole, files, _ = published
+  save_file({n: tensor.contiguous() for n, tensor in whole.items()}, tmp_path / 'w')
+  receiver, model = worker.Receiver(), model_of(0, 1)
+  views, before = worker.hf_views(model), snapshot(model)
+  receiver.verify(views, whole_update(tmp_path, files, {}))
+  assert wait_for(receiver) == ''
+  path = (tmp_path / 'w').rename(tmp_path / 'unfinished') if renamed else tmp_path / 'w'
+  content = path.read_bytes()
+  with path.open('r+b') as file:
+    file.seek(len(content) // 2)
+    file.write(bytes(byte ^ 1 for byte in content[len(content) // 2 :]))
+  with pytest.raises(ValueError, match=r'cannot be read|as read, announced was'):
+    receiver.receive(views, whole_update(tmp_path, files, {}))
+  assert_same(snapshot(model), before)
+
+
 def test_tensors_of_another_update_are_not_taken_from_a_verification(tmp_path, published):
   whole, files, slices = published
   save_file({n: tensor.contiguous() for n, tensor in whole.items()}, tmp_path / 'w')
