@@ -30,9 +30,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jaxtyping import Shaped
 import xxhash
 from absl import logging
+from jaxtyping import Shaped
 
 from jaxrl_llm.core.disk import link_or_copy, sync, write_durably
 from jaxrl_llm.core.errors import RunError, UserError
