@@ -93,6 +93,7 @@ class VllmClient:
     `_calls` sends all other requests.
     """
     self._tickets = TicketOffice(address, key)
+    self._closed = asyncio.Event()
     self._labels: dict[str, Version] = {}
     """Versions published through this client, keyed by label. Completions with other labels are
     rejected.
@@ -113,6 +114,7 @@ class VllmClient:
     """Names of the adapters loaded through this client, newest last."""
 
   async def close(self) -> None:
+    self._closed.set()
     await self._calls.close()
     await background.responses().run(self._samples.close())
 
@@ -246,10 +248,26 @@ class VllmClient:
       ),
     )
     try:
-      return await request.courier.fetch(errand)
+      return await self._unless_closed(request.courier.fetch(errand))
     except Undelivered:
       self._tickets.forget()
       raise
+
+  async def _unless_closed(self, fetch: Coroutine[Any, Any, Completion]) -> Completion:
+    """Returns the result of a coroutine. Cancels it and raises Lost once this client is closed, for
+    example because the server has left: its host may answer nobody any more.
+    """
+    # Wait 'completion': bounded by the errand's deadline.
+    tasks = [asyncio.create_task(fetch), asyncio.create_task(self._closed.wait())]
+    try:
+      await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+      if not tasks[0].done():
+        raise Lost(f'{self.name}: the client has been closed')
+      return tasks[0].result()
+    finally:
+      for task in tasks:
+        task.cancel()
+      await asyncio.gather(*tasks, return_exceptions=True)
 
   def _body(self, request: Request, index: int, seed: int) -> dict[str, Any]:
     """Returns the body of the request for one sample. For the arguments, see `generate`."""

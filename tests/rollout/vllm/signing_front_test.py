@@ -10,9 +10,11 @@ from aiohttp import web
 from direct import PATIENCE_S, SERVERS, Fronts, run
 from fronts import Upstream
 
-from jaxrl_llm.core.net.client import Malformed
+from jaxrl_llm.core.net.client import Lost, Malformed
 from jaxrl_llm.core.net.tickets import SIGNATURE_BYTES, TicketKeys
+from jaxrl_llm.rollout.api import Request
 from jaxrl_llm.rollout.vllm import direct
+from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.direct import FRONT_PATH, SIGNED_PATH, TicketOffice
 
 BODY = b'{"a": "request"}'
@@ -134,6 +136,32 @@ def test_a_used_ticket_keeps_no_connection(tmp_path, method, path):
         assert (await reader.readline()).startswith(b'HTTP/1.1 403')
         async with asyncio.timeout(PATIENCE_S / 2):
           await reader.read()  # The front closes the connection.
+
+  run(main)
+
+
+def test_a_server_that_has_left_keeps_no_request_waiting_for_an_explorer(tmp_path):
+  """The fleet closes the client of a server whose host has vanished."""
+  begun, ended = asyncio.Event(), []
+
+  class Courier:
+    async def fetch(self, errand):
+      begun.set()
+      try:
+        await asyncio.Event().wait()
+      finally:
+        ended.append(errand.nonce)
+
+  async def main():
+    async with signing(tmp_path) as front:
+      client = VllmClient(front.address, key=SERVERS)
+      request = Request(uid='a', prompt=(1,), max_tokens=1, key=(0,), courier=Courier())
+      fetching = asyncio.create_task(client.fetch(request, 0, seed=0, deadline_s=1000.0))
+      await begun.wait()
+      await client.close()
+      with pytest.raises(Lost, match='has been closed'):
+        await fetching
+      assert len(ended) == 1
 
   run(main)
 
