@@ -6,7 +6,10 @@ devices.
 
 One line for each kind of array: megabytes per device of its shard of the whole stack (argument), of
 the part that is gathered, and of temporaries; both as a share of a layer's largest matrix in
-bfloat16; and the collectives. Parameters are float32, sharded over all devices.
+bfloat16; and the collectives. Parameters are float32, sharded over all devices. First come the
+programs with which every device gathers all parts, because process 0 writes alone, and then those
+with which each process gets the parts of its share. Each kind ends with what a device receives in a
+whole publication.
 """
 
 import sys
@@ -22,7 +25,8 @@ from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.collectives import traffic
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.parallel.topology import topology_devices
-from jaxrl_llm.rollout.publisher import Gatherer
+from jaxrl_llm.rollout.gatherer import Gatherer
+from jaxrl_llm.weights.shares import parameters_of
 
 SIZES = {
   '0.5b': ('qwen2', 896, 4864, 24, 14, 2, 64, 151_936),
@@ -58,20 +62,30 @@ def main(argv: list[str]) -> None:
   params = abstract_state(model, optax.sgd(1.0), mesh).params
   largest = 2 * hidden * intermediate
   print(f'{_SIZE.value} on {_TOPOLOGY.value}, largest matrix of a layer {largest / 1e6:.1f} MB')
-  programs = Gatherer(mesh, dtype='bfloat16', several=True).programs(params)
-  for name, lowered in programs.items():
-    compiled = lowered.compile()
-    memory = compiled.memory_analysis()
-    part, temporary = memory.output_size_in_bytes, memory.temp_size_in_bytes
-    moved = '; '.join(
-      f'{kind} {of.bytes / 1e6:.1f} MB, largest {of.largest}'
-      for kind, of in traffic(compiled.as_text()).items()
-    )
-    print(
-      f'{name}: argument {memory.argument_size_in_bytes / 1e6:.1f}, part {part / 1e6:.1f}, '
-      f'temporary {temporary / 1e6:.1f}: {(part + temporary) / largest:.2f} of a layer; '
-      f'{moved or "no collective"}'
-    )
+  gatherer = Gatherer(mesh, dtype='bfloat16', several=True)
+  count = 1 + max(device.process_index for device in devices)
+  shares = [parameters_of(spec, number, count) for number in range(count)]
+  for kind, programs in (
+    ('gathered', gatherer.counted_programs(params)),
+    (f'exchanged among {count} processes', gatherer.counted_programs(params, shares)),
+  ):
+    received, calls_of_all = 0, 0
+    for name, (lowered, calls) in programs.items():
+      compiled = lowered.compile()
+      memory, moved = compiled.memory_analysis(), traffic(compiled.as_text())
+      part, temporary = memory.output_size_in_bytes, memory.temp_size_in_bytes
+      received += calls * sum(of.bytes for of in moved.values())
+      calls_of_all += calls
+      collectives = '; '.join(
+        f'{collective} {of.bytes / 1e6:.1f} MB, largest {of.largest}'
+        for collective, of in moved.items()
+      )
+      print(
+        f'{name}: argument {memory.argument_size_in_bytes / 1e6:.1f}, part {part / 1e6:.1f}, '
+        f'temporary {temporary / 1e6:.1f}: {(part + temporary) / largest:.2f} of a layer; '
+        f'{collectives or "no collective"}'
+      )
+    print(f'{kind}: a device receives {received / 1e6:,.0f} MB in {calls_of_all} calls')
 
 
 if __name__ == '__main__':

@@ -176,6 +176,14 @@ def test_at_size_publishing_holds_less_than_a_layers_largest_matrix(topology, si
   shares = [float(share) for share in re.findall(r' ([\d.]+) of a layer', out)]
   assert len(shares) >= 6 and max(shares) <= 1
   assert set(re.findall(r'largest (\w+)\[', out)) <= {'u16', 'u32'}
+  # If each process gets only the parts of its share, a device needs less memory and traffic.
+  gathered, exchanged = re.split(r'^gathered: .*$', out, flags=re.MULTILINE)
+  shares = [re.findall(r' ([\d.]+) of a layer', each) for each in (gathered, exchanged)]
+  before, after = (max(map(float, each)) for each in shares)
+  assert after < before / 3
+  assert 'all-to-all' in exchanged and 'all-gather' not in exchanged
+  received = [float(each.replace(',', '')) for each in re.findall(r'receives ([\d,]+) MB', out)]
+  assert len(received) == 2 and received[1] < received[0] / 10
 
 
 @pytest.mark.acceptance

@@ -35,7 +35,7 @@ from jaxrl_llm.learner.update import build_update, gradients
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import stack_layers, unstack_layers
 from jaxrl_llm.models.spec import LoraConfig
-from jaxrl_llm.rollout.publisher import Gatherer
+from jaxrl_llm.rollout.gatherer import Gatherer
 
 LORA = LoraConfig(rank=3, alpha=6)
 GRPO = policy_gradient(GrpoConfig(rollout_is='none', entropy_coeff=0.01), SETTING)

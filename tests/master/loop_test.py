@@ -32,7 +32,8 @@ from jaxrl_llm.master.trainer import Batch, Optimization, Stage, Updated
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.index import open_store
-from jaxrl_llm.rollout.publisher import Gatherer, Publisher
+from jaxrl_llm.rollout.gatherer import Gatherer
+from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
 from jaxrl_llm.runtime.progress import ProgressDisplay

@@ -32,7 +32,8 @@ from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.replay.segments import write_segment
-from jaxrl_llm.rollout.publisher import Gatherer, Publisher
+from jaxrl_llm.rollout.gatherer import Gatherer
+from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.rollout.workflow import SingleTurn
 from jaxrl_llm.runtime.checkpoint import CheckpointConfig, Checkpoints
 from jaxrl_llm.runtime.metric_descriptions import METRICS, describe

@@ -19,11 +19,14 @@ from jaxrl_llm.learner.state import abstract_state, place_params
 from jaxrl_llm.models.api import build_model, stack_layers
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.parallel.collectives import traffic
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.parallel.rules import sharding
 from jaxrl_llm.rollout.api import joined
-from jaxrl_llm.rollout.publisher import Gatherer, Publisher
+from jaxrl_llm.rollout.gatherer import Gatherer
+from jaxrl_llm.rollout.publisher import Publisher
+from jaxrl_llm.weights.shares import parameters_of
 
 
 class RecordingEngine:
@@ -185,6 +188,49 @@ def test_parts_are_the_parameters_bit_for_bit(axes, scan_layers, dtype, several)
   )
 
 
+@pytest.mark.parametrize(
+  ('axes', 'processes', 'scan_layers', 'part_bytes'),
+  [
+    (MIXED, [0, 0, 1, 1, 2, 2, 3, 3], True, 1),
+    ({'fsdp': 4, 'tensor': 2}, [0, 1, 1, 0, 0, 1, 1, 0], True, 1 << 20),
+    pytest.param({'fsdp': 8}, [*range(8)], True, 2_000, marks=pytest.mark.full),
+    pytest.param({'fsdp': 2, 'tensor': 4}, [0, 1] * 4, False, 1, marks=pytest.mark.full),
+    pytest.param({'data': 8}, [0] * 4 + [1] * 4, False, 1, marks=pytest.mark.acceptance),
+    pytest.param({'tensor': 8}, [0, 0, 1, 1] * 2, True, 1, marks=pytest.mark.acceptance),
+  ],
+  ids=str,
+)
+def test_each_process_gets_the_parameters_of_its_share_bit_for_bit(
+  axes, processes, scan_layers, part_bytes
+):
+  """Processes whose devices are neighbours, and others; one, two or four devices each."""
+  spec = tiny('qwen2', 56, num_hidden_layers=3, tie_word_embeddings=False)
+  mesh = build_mesh(MeshConfig(**axes))
+  model = build_model(spec, ModelOptions(scan_layers=scan_layers), mesh)
+  host = random_params(spec)
+  params = place_params(model, mesh, stack_layers(host) if scan_layers else host)
+  count = 1 + max(processes)
+  shares = [parameters_of(spec, number, count) for number in range(count)]
+  gatherer = Gatherer(
+    mesh, dtype='bfloat16', part_bytes=part_bytes, several=True, processes=processes
+  )
+  received = {}
+  for number in range(count):
+    share = dict(joined(gatherer.share(params, shares, number)))
+    assert share.keys() == shares[number]
+    received |= share
+  wanted = {name: leaf.astype(jnp.bfloat16) for name, leaf in flatten(host).items()}
+  assert_same_bits(received, wanted)
+
+
+@pytest.mark.parametrize('processes', [[0] * 8, [0] * 5 + [1] * 3])
+def test_every_device_receives_all_parts_if_there_is_nothing_to_exchange(mesh, processes):
+  gatherer, params = Gatherer(mesh, several=True, processes=processes), params_on(mesh)
+  names = [{'norm/scale'}, {'layers/0/kernel'}]
+  for number, wanted in enumerate(names):
+    assert dict(gatherer.share(params, names, number)).keys() == wanted
+
+
 @pytest.mark.parametrize('rows', [4, 5, 12])
 def test_the_last_rows_of_an_array_come_once(rows):
   mesh = build_mesh(MeshConfig(fsdp=2, tensor=4))
@@ -212,6 +258,37 @@ def test_publishing_programs_gather_one_layer_in_the_published_data_type():
     gathers = re.findall(r'= (\w+)\[[\d,]*\]\S* all-gather\(', compiled.as_text())
     assert gathers or 'norm' in name or 'bias' in name, name
     assert set(gathers) <= {'u16'}, name
+
+
+@pytest.mark.full
+def test_programs_of_several_writers_exchange_pieces_and_gather_nothing():
+  """A device receives the piece of its process's part, an eighth of all parts of a round. Not every
+  process has a part in each round.
+  """
+  spec = tiny('qwen2', 512, num_hidden_layers=8, intermediate_size=192)
+  mesh = build_mesh(MeshConfig(fsdp=8))
+  model = build_model(spec, ModelOptions(scan_layers=True), mesh)
+  shapes = abstract_state(model, optax.sgd(1.0), mesh).params
+  shares = [parameters_of(spec, number, 4) for number in range(4)]
+  gatherer = Gatherer(
+    mesh, dtype='bfloat16', part_bytes=1, several=True, processes=np.repeat(range(4), 2).tolist()
+  )
+  gathered = gatherer.counted_programs(shapes)
+  exchanged = gatherer.counted_programs(shapes, shares)
+  assert {'embed/kernel', 'layers/0/mlp/gate/kernel'} & exchanged.keys()
+  received, largest = {}, {}
+  for kind, programs in (('gathered', gathered), ('exchanged', exchanged)):
+    received[kind], largest[kind] = 0, 0
+    for name, (lowered, calls) in programs.items():
+      compiled = lowered.compile()
+      moved, memory = traffic(compiled.as_text()), compiled.memory_analysis()
+      if kind == 'exchanged':
+        assert moved.keys() <= {'all-to-all'}, name
+        assert all(of.largest.startswith('u16') for of in moved.values()), name
+      received[kind] += calls * sum(of.bytes for of in moved.values())
+      largest[kind] = max(largest[kind], memory.output_size_in_bytes + memory.temp_size_in_bytes)
+  assert received['exchanged'] <= received['gathered'] / 5, received
+  assert largest['exchanged'] <= largest['gathered'], largest
 
 
 class CountingGatherer(Gatherer):

@@ -29,7 +29,7 @@ from jaxrl_llm.models.api import build_model
 from jaxrl_llm.parallel.coordination import CoordinationConfig
 from jaxrl_llm.parallel.job import join, this_job
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh, data_parallel_ranks
-from jaxrl_llm.rollout.publisher import Gatherer
+from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.weights.hf import load_params, read_spec
 
 

@@ -9,6 +9,7 @@ bytes of the parameters on this process's devices, and the growth in bytes of an
 mapped files and of shared memory since just before the phase.
 """
 
+import asyncio
 import json
 import os
 import pathlib
@@ -46,16 +47,23 @@ def main(directory, reader, processes, process, port):
   if processes > 1:
     jax.distributed.initialize(f'127.0.0.1:{port}', processes, process)
   import jax.numpy as jnp
+  from together import Folder
 
+  from jaxrl_llm.app.composition.exporting import ModelExport, export_together
   from jaxrl_llm.core.types import Version
   from jaxrl_llm.learner.loading import read_params
   from jaxrl_llm.learner.state import place_params
+  from jaxrl_llm.master.process import Process
   from jaxrl_llm.models.api import build_model
   from jaxrl_llm.models.spec import ModelOptions
+  from jaxrl_llm.parallel.coordinator import Coordinator
+  from jaxrl_llm.parallel.device import DeviceThread
   from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
-  from jaxrl_llm.rollout.publisher import Gatherer
+  from jaxrl_llm.rollout.gatherer import Gatherer
+  from jaxrl_llm.rollout.publisher import Publisher
   from jaxrl_llm.rollout.vllm.publication import PublicationFolder
-  from jaxrl_llm.weights.hf import export, load_params, read_spec
+  from jaxrl_llm.rollout.vllm.share_writer import VllmShareWriter
+  from jaxrl_llm.weights.hf import describe, load_params, read_spec
 
   spec = read_spec(directory / 'model')
   mesh = build_mesh(MeshConfig(fsdp=8))
@@ -68,21 +76,32 @@ def main(directory, reader, processes, process, port):
     whole = load_params(directory / 'model', spec, scan_layers=True, dtype='float32')
     return place_params(model, mesh, jax.tree.map(lambda leaf: leaf.astype('bfloat16'), whole))
 
-  gatherer = Gatherer(mesh, dtype='bfloat16')
+  gatherer, device = Gatherer(mesh, dtype='bfloat16'), DeviceThread()
+  coordinator = Coordinator(device, on_signal=lambda signum: None)
 
-  def publish():
-    if process:
-      return gatherer.take_part(params)
-    folder = PublicationFolder(directory / 'published', spec, dtype='bfloat16')
-    return folder.write(Version(0, 1), gatherer.leaves(params))
+  async def publish():
+    engine = None
+    if not process:
+      folder = PublicationFolder(directory / 'published', spec, dtype='bfloat16')
+      engine = Folder(folder, device)
+    publisher = Publisher(
+      engine, gatherer, device, coordinator=coordinator, writer=VllmShareWriter(spec)
+    )
+    await publisher.publish(params, Version(0, 1), moved=Version(0, 1))
 
-  def export_all():
-    if process:
-      return gatherer.take_part(params)
-    return export(
-      directory / 'exported', gatherer.leaves(params), spec, dtype='bfloat16', tokenizer_dir=None,
-      eos_ids=(1,), pad_id=0,
+  async def export_all():
+    model = ModelExport(
+      directory=directory / 'exported', gatherer=gatherer, params=params, spec=spec,
+      dtype='bfloat16',
     )  # fmt: skip
+
+    def begin():
+      describe(
+        model.directory, spec, dtype='bfloat16', tokenizer_dir=None, eos_ids=(1,), pad_id=0
+      )
+
+    these = Process(coordinator=coordinator, device=device, mesh=mesh)
+    await export_together(these, model, None if process else begin, digests=False)
 
   command = [sys.executable, '-c', SAMPLER, str(os.getpid())]
   sampler = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -107,8 +126,9 @@ def main(directory, reader, processes, process, port):
   params = None
   params = measured('load', lambda: jax.block_until_ready(read()))
   if reader == 'shards':
-    measured('publish', publish)
-    measured('export', export_all)
+    measured('publish', lambda: asyncio.run(publish()))
+    measured('export', lambda: asyncio.run(export_all()))
+    device.close()
   sampler.kill()
   if processes > 1:
     jax.distributed.shutdown()

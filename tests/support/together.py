@@ -29,7 +29,8 @@ from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
-from jaxrl_llm.rollout.publisher import Gatherer, Publisher
+from jaxrl_llm.rollout.gatherer import Gatherer
+from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder
 from jaxrl_llm.rollout.vllm.share_writer import VllmShareWriter
@@ -94,9 +95,9 @@ def described(publication):
 class Deadly(Gatherer):
   """Kills the process amid its parameters."""
 
-  def leaves(self, params, names=None):
-    for number, leaf in enumerate(super().leaves(params, names)):
-      if number == 3:
+  def share(self, params, shares, number):
+    for count, leaf in enumerate(super().share(params, shares, number)):
+      if count == 3:
         os.kill(os.getpid(), signal.SIGKILL)
       yield leaf
 

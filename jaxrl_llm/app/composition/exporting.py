@@ -30,7 +30,7 @@ from jaxrl_llm.learner.state import Learned
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.rollout.publisher import Gatherer
+from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.weights.hf import describe
 from jaxrl_llm.weights.peft import export_adapter
 from jaxrl_llm.weights.safetensors_files import (
@@ -175,8 +175,10 @@ def _write(model: ModelExport, plan: FilePlan, digests: bool) -> Json:
   if number >= writers:
     model.gatherer.take_part(model.params)
     return None
-  names = parameters_of(model.spec, number, writers) if writers > 1 else None
-  leaves: Iterator[tuple[str, np.ndarray]] = model.gatherer.leaves(model.params, names)
+  leaves: Iterator[tuple[str, np.ndarray]] = model.gatherer.leaves(model.params)
+  if writers > 1:
+    names = [parameters_of(model.spec, each, writers) for each in range(writers)]
+    leaves = model.gatherer.share(model.params, names, number)
   try:
     tensors = write_files(model.directory, plan, leaves, number)
     files: dict[str, Any] = {}

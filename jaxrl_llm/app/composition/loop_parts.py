@@ -35,8 +35,9 @@ from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
 from jaxrl_llm.models import lora
 from jaxrl_llm.rollout.api import Engine, Releasable
 from jaxrl_llm.rollout.embedded.engine import EmbeddedEngine
+from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.rollout.probe import Prober
-from jaxrl_llm.rollout.publisher import Gatherer, Publisher
+from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.runtime import goodput
 from jaxrl_llm.runtime.profiler import Profiler
 

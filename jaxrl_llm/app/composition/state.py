@@ -42,7 +42,7 @@ from jaxrl_llm.master.trainer import Optimization, Stage
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model, build_model
 from jaxrl_llm.models.heads import fresh_head, has_head, with_head
-from jaxrl_llm.rollout.publisher import Gatherer, stacked_name
+from jaxrl_llm.rollout.gatherer import Gatherer, stacked_name
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.weights.hf import read_spec
 

@@ -34,7 +34,7 @@ from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.replay.shared import SHARED, SharedVersion
-from jaxrl_llm.rollout.publisher import Gatherer
+from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.weights import versions
 from jaxrl_llm.weights.hf import describe, read_spec
 

@@ -16,7 +16,7 @@ from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
-from jaxrl_llm.rollout.publisher import Gatherer
+from jaxrl_llm.rollout.gatherer import Gatherer
 
 SPEC = tiny('llama', 40)
 

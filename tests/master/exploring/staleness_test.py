@@ -33,7 +33,8 @@ from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store
-from jaxrl_llm.rollout.publisher import Gatherer, Publisher
+from jaxrl_llm.rollout.gatherer import Gatherer
+from jaxrl_llm.rollout.publisher import Publisher
 
 SETTINGS = [(0, 1), (1, 1), (1, 2), (2, 1), (2, 3), (4, 2)]
 """Bound and batches between publications."""

@@ -24,7 +24,8 @@ from jaxrl_llm.rollout.api import Request, Sampling, Weights
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig, EmbeddedEngine
 from jaxrl_llm.rollout.embedded.placement import EmbeddedMesh
 from jaxrl_llm.rollout.embedded.speculation import SpeculationConfig
-from jaxrl_llm.rollout.publisher import Gatherer, Publisher
+from jaxrl_llm.rollout.gatherer import Gatherer
+from jaxrl_llm.rollout.publisher import Publisher
 
 VOCAB, LENGTH = 520, 40
 # Three blocks of the sampler's vocabulary, and logits that are far from uniform.
