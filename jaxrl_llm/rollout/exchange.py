@@ -111,7 +111,7 @@ class Exchange:
     """Yields (index of the piece, piece) for the pieces of the part of process `number`, which are
     on devices of this process.
     """
-    places = self._places(pieces.sharding.spec[0])
+    places = self._places(_tuple(pieces.sharding.spec[0]))
     for shard in pieces.addressable_shards:
       process, piece = places[shard.index[0].start or 0]
       if process == number:

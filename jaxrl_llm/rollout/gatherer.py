@@ -440,6 +440,7 @@ class Gatherer:
     if start is not None:
       array = rows_of(array, *spec)
       if adapter:
+        adapter[0] = jnp.broadcast_to(adapter[0], (cut.groups, *adapter[0].shape))
         adapter[1] = rows_of(adapter[1], spec[0], None)
     if adapter:
       array = merge_kernel(array, *adapter, self._lora.scale)

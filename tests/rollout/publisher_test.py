@@ -18,7 +18,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.learner.state import abstract_state, place_params
 from jaxrl_llm.models.api import build_model, stack_layers
 from jaxrl_llm.models.families import tiny
-from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.models.spec import LoraConfig, ModelOptions
 from jaxrl_llm.parallel.collectives import traffic
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
@@ -221,6 +221,29 @@ def test_each_process_gets_the_parameters_of_its_share_bit_for_bit(
     received |= share
   wanted = {name: leaf.astype(jnp.bfloat16) for name, leaf in flatten(host).items()}
   assert_same_bits(received, wanted)
+
+
+@pytest.mark.parametrize('part_bytes', [1, 1 << 20])
+def test_adapters_are_merged_into_the_kernels_of_a_share(mesh, part_bytes):
+  random, lora = np.random.default_rng(0), LoraConfig(rank=2, alpha=6)
+  shapes = {'kernel': (4, 16, 8), 'lora_a': (4, 2, 8), 'lora_b': (4, 16, 2)}
+  axes = {'kernel': ('mlp', 'embed'), 'lora_a': (None, 'embed'), 'lora_b': ('mlp', None)}
+  host = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+  placed = {
+    name: jax.device_put(leaf, sharding(mesh, (None, *axes[name]), leaf.shape))
+    for name, leaf in host.items()
+  }
+  gatherer = Gatherer(
+    mesh, lora, part_bytes=part_bytes, several=True, processes=[0, 0, 1, 1, 1, 1, 0, 0]
+  )
+  names = [{f'layers/{layer}/up/kernel' for layer in layers} for layers in ((0, 3), (1, 2))]
+  params, received = {'layers': {'up': placed}}, {}
+  for number in range(2):
+    received |= dict(joined(gatherer.share(params, names, number)))
+  for layer in range(4):
+    a, b = host['lora_a'][layer].astype(float), host['lora_b'][layer].astype(float)
+    wanted = host['kernel'][layer] + lora.scale * b @ a
+    np.testing.assert_allclose(received[f'layers/{layer}/up/kernel'], wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize('processes', [[0] * 8, [0] * 5 + [1] * 3])
