@@ -335,7 +335,9 @@ class Gatherer:
       return self._dtype
     return np.dtype(jnp.promote_types(leaf.dtype, jnp.float32) if adapted else leaf.dtype)
 
-  def _cut(self, name: str, inputs: tuple[Leaf, ...], limit: int | float, *, exchanged: bool) -> Cut:
+  def _cut(
+    self, name: str, inputs: tuple[Leaf, ...], limit: int | float, *, exchanged: bool
+  ) -> Cut:
     """Returns how an array is cut.
 
     Args:
