@@ -81,7 +81,10 @@ class Errands:
     self._states[nonce] = _State.DELIVERED
     # If the explorer's connection breaks, this call is cancelled. The completion is accepted
     # nevertheless, because the explorer's next delivery will be ignored.
-    await asyncio.shield(asyncio.create_task(self._accept(errand, completion, delivery)))
+    accepting = asyncio.create_task(self._accept(errand, completion, delivery))
+    # Without this, asyncio would log an exception that nobody awaits.
+    accepting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.shield(accepting)
 
   async def _accept(
     self, errand: Errand, completion: asyncio.Future[Completion], delivery: Delivery
@@ -92,6 +95,8 @@ class Errands:
     try:
       result = await errand.read(delivery.signature, delivery.answer)
     except Forged as error:
+      if not completion.done():
+        self._leave(delivery.nonce, completion, 'the explorer has delivered a forged one')
       self._refuse('forged', f'the completion for {delivery.nonce} is forged: {error}')
     except Exception as error:  # The front has signed the answer, so the server is at fault.
       if not completion.done():

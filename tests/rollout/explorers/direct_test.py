@@ -19,7 +19,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Lost
 from jaxrl_llm.core.net.tickets import TicketKeys
 from jaxrl_llm.core.records.sample import Finish
-from jaxrl_llm.rollout.api import Completion, Errand, Undelivered
+from jaxrl_llm.rollout.api import Completion, Errand, Forged, Undelivered
 from jaxrl_llm.rollout.explorers.errands import Errands, RequestCourier
 from jaxrl_llm.rollout.explorers.explorer import Evicted
 from jaxrl_llm.rollout.explorers.wire import Delivery
@@ -184,8 +184,11 @@ def test_the_engine_waits_for_no_delivery_beyond_its_deadline():
   direct.run(main)
 
 
-def test_a_delivery_whose_connection_breaks_while_it_is_checked_is_not_lost():
-  """The explorer's next delivery is ignored as a repetition."""
+@pytest.mark.parametrize('is_forged', [False, True])
+def test_a_delivery_whose_connection_breaks_while_it_is_checked_is_not_lost(is_forged):
+  """The explorer's next delivery is ignored as a repetition. If the delivery was forged, the engine
+  fetches the completion itself at once.
+  """
 
   async def main():
     counts, reading, goes_on = collections.Counter(), asyncio.Event(), asyncio.Event()
@@ -196,6 +199,8 @@ def test_a_delivery_whose_connection_breaks_while_it_is_checked_is_not_lost():
     async def read(*_):
       reading.set()
       await goes_on.wait()
+      if is_forged:
+        raise Forged('not signed')
       return completion
 
     fields = dict.fromkeys(('address', 'path', 'authorization'), '')
@@ -209,8 +214,13 @@ def test_a_delivery_whose_connection_breaks_while_it_is_checked_is_not_lost():
     await asyncio.wait([handler])
     await errands.deliver(delivery)
     goes_on.set()
-    assert await fetching is completion
-    assert counts == {'direct_repeated': 1, 'direct_delivered': 1}
+    if is_forged:
+      with pytest.raises(Undelivered, match='forged'):
+        await fetching
+      assert counts == {'direct_repeated': 1, 'direct_forged': 1, 'direct_undelivered': 1}
+    else:
+      assert await fetching is completion
+      assert counts == {'direct_repeated': 1, 'direct_delivered': 1}
 
   direct.run(main)
 
