@@ -257,9 +257,10 @@ class VllmClient:
     """Returns the result of a coroutine. Cancels it and raises Lost once this client is closed, for
     example because the server has left: its host may answer nobody any more.
     """
-    # Wait 'completion': bounded by the errand's deadline.
+    # Wait 'completion': bounded by the errand's deadline, after which this task is cancelled.
     tasks = [asyncio.create_task(fetch), asyncio.create_task(self._closed.wait())]
     try:
+      # Wait 'completion': bounded by the errand's deadline.
       await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
       if not tasks[0].done():
         raise Lost(f'{self.name}: the client has been closed')
