@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
 
 from jaxrl_llm.app.composition.initial_weights import model_directory
 from jaxrl_llm.app.composition.recorded_rows import check_same_tokenizer, recorded_config
@@ -139,7 +138,7 @@ class Run:
     self.check_tokens(tokens)
     return _sample(tokens, prompt_len, row)
 
-  def check_tokens(self, tokens: Int[np.ndarray, 'time']) -> None:
+  def check_tokens(self, tokens: np.ndarray) -> None:
     """Raises ValueError if a sequence is too long, or has a token outside the vocabulary."""
     if len(tokens) > self.bounds.max_length:
       raise ValueError(
@@ -165,7 +164,7 @@ class ExpertSource:
   source: Source = Source.EXPERT
 
 
-def _sample(tokens: Int[np.ndarray, 'time'], prompt_len: int, row: ExpertSource) -> Sample:
+def _sample(tokens: np.ndarray, prompt_len: int, row: ExpertSource) -> Sample:
   answer = np.arange(len(tokens)) >= prompt_len
   sample = Sample(
     uid='',
