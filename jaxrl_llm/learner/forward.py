@@ -19,6 +19,7 @@ from jaxrl_llm.models.api import Model
 from jaxrl_llm.ops.logprobs import (
   KernelShardings,
   StateValues,
+  plan_token_chunk,
   sequence_scores,
   state_values,
   token_logprobs,
@@ -29,9 +30,16 @@ from jaxrl_llm.parallel import rules
 from jaxrl_llm.parallel.mesh import data_parallel_ranks
 
 
-def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: int) -> Outputs:
+def chunk_outputs(
+  model: Model, params: Params, chunks: Chunks, *, token_chunk: int, planned: int | None = None
+) -> Outputs:
   """Returns the outputs of the model's head for one micro-batch. Depending on the head, they are
   logprobs (at each sample's temperature), values or scores.
+
+  Args:
+    token_chunk: see `token_logprobs`.
+    planned: number of chunks for which `token_chunk` was planned, if `chunks` may have fewer. With
+      fewer, logits are computed for more positions of each at a time, in the same memory.
   """
   hidden, kernel = _states(model, params, chunks)
   if model.spec.head == 'value':
@@ -39,6 +47,17 @@ def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: 
   if model.spec.head == 'scalar':
     return sequence_scores(hidden, kernel, chunks.segment_ids, segments=chunks.segments)
   temperature = by_segment(chunks.temperature, chunks.segment_ids)
+  sharded = _sharded(model, chunks, kernel)
+  rows, time = chunks.tokens.shape
+  if planned is not None and rows < planned:
+    shards = sharded.get('time_shards', 1)
+    token_chunk = plan_token_chunk(
+      chunks=rows,
+      time=time,
+      vocab=1,
+      budget_bytes=4 * planned * token_chunk // shards,
+      time_shards=shards,
+    )
   return token_logprobs(
     hidden,
     kernel,
@@ -47,7 +66,7 @@ def chunk_outputs(model: Model, params: Params, chunks: Chunks, *, token_chunk: 
     temperature,
     chunks.reported,
     token_chunk=token_chunk,
-    **_sharded(model, chunks, kernel),
+    **sharded,
   )
 
 
@@ -160,7 +179,9 @@ def build_score(
       chunks per rank in use, and otherwise the number of micro-batches in use.
   """
   return _build_pass(
-    lambda params, chunks: chunk_outputs(model, params, chunks, token_chunk=token_chunk)[0],
+    lambda params, chunks, planned: chunk_outputs(
+      model, params, chunks, token_chunk=token_chunk, planned=planned
+    )[0],
     split_ranks(mesh, splits_remainder),
     mesh,
   )
@@ -178,14 +199,14 @@ def build_value(critic: Model, mesh: Mesh, *, splits_remainder: bool = False) ->
     splits_remainder: see `build_score`.
   """
   return _build_pass(
-    lambda params, chunks: state_values(*_states(critic, params, chunks), chunks.segment_ids),
+    lambda params, chunks, _: state_values(*_states(critic, params, chunks), chunks.segment_ids),
     split_ranks(mesh, splits_remainder),
     mesh,
   )
 
 
 def _build_pass(
-  outputs: Callable[[Params, Chunks], Any], ranks: int | None, mesh: Mesh
+  outputs: Callable[[Params, Chunks, int], Any], ranks: int | None, mesh: Mesh
 ) -> Callable[[Params, Chunks, Any], Any]:
   """Jits a pass that applies `outputs` to the used part of a batch. The results have a leading
   micro-batch axis and are 0 elsewhere.
@@ -195,12 +216,12 @@ def _build_pass(
   """
 
   def whole(params: Params, batch: Chunks, used: Int[Array, '']) -> Any:
-    first = jax.eval_shape(lambda b: outputs(params, micro_batch(b, 0)), batch)
-    count = batch.tokens.shape[0]
+    count, planned = batch.tokens.shape[:2]
+    first = jax.eval_shape(lambda b: outputs(params, micro_batch(b, 0), planned), batch)
     start = jax.tree.map(lambda like: jnp.zeros((count, *like.shape), like.dtype), first)
 
     def step(total, chunks, put):
-      return jax.tree.map(put, total, outputs(params, chunks))
+      return jax.tree.map(put, total, outputs(params, chunks, planned))
 
     return fold_used(step, start, batch, used, split_ranks=ranks)
 

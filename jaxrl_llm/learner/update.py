@@ -86,7 +86,9 @@ def gradients(
   """
 
   def outputs_of(params, chunks):
-    return chunk_outputs(model, lora.join(params, base), chunks, token_chunk=token_chunk)
+    whole = lora.join(params, base)
+    planned = batch.tokens.shape[1]
+    return chunk_outputs(model, whole, chunks, token_chunk=token_chunk, planned=planned)
 
   first = jax.eval_shape(lambda b: micro_batch(b, 0), batch)
   denominators = _denominators(loss, jax.eval_shape(outputs_of, params, first), batch, constants)
@@ -247,19 +249,23 @@ def build_measure(
     splits_remainder: see `forward.build_score`.
   """
 
-  def micro_stats(params: Params, chunks: Chunks, constants: Constants) -> dict[str, Stat]:
-    terms, stats = loss(
-      chunk_outputs(model, params, chunks, token_chunk=token_chunk), chunks, constants
-    )
+  def micro_stats(
+    params: Params, chunks: Chunks, constants: Constants, planned: int
+  ) -> dict[str, Stat]:
+    outputs = chunk_outputs(model, params, chunks, token_chunk=token_chunk, planned=planned)
+    terms, stats = loss(outputs, chunks, constants)
     return stats | {name: Stat(t.numerator, t.denominator) for name, t in terms.items()}
 
   def measure(
     params: Params, batch: Chunks, used: Int[Array, ''], constants: Constants
   ) -> dict[str, Stat]:
     def step(total: dict[str, Stat], chunks: Chunks, put: Put) -> dict[str, Stat]:
-      return jax.tree.map(jnp.add, total, micro_stats(params, chunks, constants))
+      return jax.tree.map(jnp.add, total, micro_stats(params, chunks, constants, planned))
 
-    first = jax.eval_shape(lambda b: micro_stats(params, micro_batch(b, 0), constants), batch)
+    planned = batch.tokens.shape[1]
+    first = jax.eval_shape(
+      lambda b: micro_stats(params, micro_batch(b, 0), constants, planned), batch
+    )
     start, ranks = jax.tree.map(_zeros, first), split_ranks(mesh, splits_remainder)
     return fold_used(step, start, batch, used, split_ranks=ranks)
 

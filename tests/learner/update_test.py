@@ -39,6 +39,7 @@ from learning import (
 from jaxrl_llm.batching.packing import pack
 from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.trees import flatten, unflatten
+from jaxrl_llm.learner import forward
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.forward import build_score
 from jaxrl_llm.learner.optimizer import OptimizerConfig, build_optimizer
@@ -166,6 +167,21 @@ def assert_split_as_whole(folder, **cut):
   np.testing.assert_allclose(split.outputs, whole.outputs, rtol=0, atol=1e-12)
   for name, stat in whole.stats.items():
     np.testing.assert_allclose(split.stats[name].total, stat.total, rtol=1e-9, atol=1e-12)
+
+
+def test_the_logits_of_single_chunks_fill_the_memory_planned_for_a_micro_batch(folder, monkeypatch):
+  computed, compute_logprobs = set(), forward.token_logprobs
+
+  def watched(hidden, *args, token_chunk, **options):
+    computed.add((len(hidden), token_chunk))
+    return compute_logprobs(hidden, *args, token_chunk=token_chunk, **options)
+
+  monkeypatch.setattr(forward, 'token_logprobs', watched)
+  case = Case(folder, rows=rollouts(), model='bigram', dtype='float32', chunks=4, split=True)
+  score = build_score(case.model, case.mesh, token_chunk=CHUNK // 8, splits_remainder=True)
+  packed = case.packed(GRPO)[0]
+  score.lower(case.params(), packed.chunks, packed.used)
+  assert computed == {(4, CHUNK // 8), (1, CHUNK // 2)}
 
 
 @pytest.mark.parametrize('axes', [(), (('fsdp', 2),)], ids=['one', 'sharded'])
