@@ -28,7 +28,7 @@ from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.vllm.publication import FILE
 
 pytestmark = pytest.mark.full
-STREAMS = ('--piece=1', '--token_s=0.15')
+STREAMS = ('--piece=1', '--token_s=0.1')
 """Options of the servers, whose answers are in flight for long enough to be cut."""
 SCORERS = [
   {'name': 'verifier', 'domains': ['general'], 'options': {'partial_credit': True}},
@@ -113,7 +113,6 @@ class Soak:
     config = (f'--config={FIXTURES / "soaked.py"}:{self.folder}', *job.QUICK[1:])
     environ = job.environment(PYTHONPATH=path)
     flags = self.flags(steps)
-    self.servers.wait()
     return job.start(self.run, *flags, config=config, processes=2, environ=environ)
 
   def ensure_running(self, steps):

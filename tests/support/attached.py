@@ -93,13 +93,6 @@ class Restarted:
     """Flags of a job that is attached to the servers."""
     return flags_of([*self.processes.values()])
 
-  def wait(self):
-    """Waits until both servers are running."""
-    deadline = time.monotonic() + 120
-    while any(process.poll() is not None for process, _ in self.processes.values()):
-      assert time.monotonic() < deadline, 'a server does not start'
-      time.sleep(0.02)
-
   def __enter__(self):
     for name in ('a', 'b'):
       (self._folder / name).mkdir()
