@@ -447,8 +447,6 @@ class Gatherer:
     if adapter:
       array = merge_kernel(array, *adapter, self._lora.scale)
     array = array.astype(cut.dtype)
-    if self.on_devices:
-      array = jnp.copy(array)  # Without it, an array that needs no change would be returned itself.
     if self._several:
       bits = jnp.dtype(f'uint{8 * cut.dtype.itemsize}')
       array = jax.lax.bitcast_convert_type(array, bits)

@@ -245,7 +245,10 @@ def test_what_is_gathered_for_an_engine_is_merged_on_any_mesh(folder):
   case = Adapted(
     folder, dtype='float32', axes=(('fsdp', 2), ('sequence', 2), ('tensor', 2)), chunks=2
   )
-  found = flatten(Gatherer(case.mesh, LORA).gather(lora.join(case.trained, case.base)))
+  params = lora.join(case.trained, case.base)
+  found = flatten(Gatherer(case.mesh, LORA).gather(params))
+  for name, array in Gatherer(case.mesh, LORA, on_devices=True).arrays(params):
+    np.testing.assert_array_equal(np.array(array), found[name], err_msg=name)
   wanted = flatten(lora.merge(lora.join(host_adapters(), host_params('decoder')), LORA))
   assert found.keys() == wanted.keys()
   for name, array in wanted.items():

@@ -101,6 +101,18 @@ def test_gathered_arrays_are_no_views_of_what_an_update_overwrites(mesh):
     assert all(leaf.flags.owndata and leaf.flags.writeable for leaf in jax.tree.leaves(host))
 
 
+def test_arrays_on_devices_are_copies():
+  """Also of an array that needs no change."""
+  given = jnp.ones(4)
+  gatherer = Gatherer(build_mesh(MeshConfig(), jax.devices()[:1]), on_devices=True)
+  ((name, array),) = gatherer.arrays({'norm': {'scale': given}})
+  given.delete()
+  assert name == 'norm/scale'
+  np.testing.assert_array_equal(array, np.ones(4))
+  with pytest.raises(RuntimeError, match='on_devices'):
+    next(Gatherer(gatherer._mesh).arrays({}))
+
+
 def test_each_version_is_sent_once_and_again_after_another_one(mesh):
   async def main():
     engine, device = RecordingEngine(), DeviceThread()
