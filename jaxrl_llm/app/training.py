@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -137,7 +138,11 @@ def _run_in_a_thread(config: Config, path: pathlib.Path, branch: Branch | None) 
     loop = asyncio.get_running_loop()
 
     def on_start(stop: Stop) -> None:
-      interrupts.append(lambda: loop.call_soon_threadsafe(stop, signal.SIGINT))
+      def interrupt() -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed, because the run has ended.
+          loop.call_soon_threadsafe(stop, signal.SIGINT)
+
+      interrupts.append(interrupt)
       if interrupted.is_set():  # The interrupt came before the run could be stopped.
         stop(signal.SIGINT)
 
