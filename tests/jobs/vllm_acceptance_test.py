@@ -92,7 +92,7 @@ def test_fifty_deltas_and_a_kill_among_them_leave_the_bits_of_whole_weights(tmp_
           serving.kill(serving.api_servers(replicas[0].server.pid)[0])
         version = Version(0, step)
         await fleet.load(serving.weights_of(model, tree, version))
-        assert len(fleet._current.publication.deltas) == step % 20
+        assert len(fleet._updates.current.publication.deltas) == step % 20
         while step == 30 and replicas[0].version != version:  # It has caught up.
           await asyncio.sleep(0.2)
         wanted = serving.digests_of(model, tree, dtype)

@@ -165,7 +165,7 @@ def test_a_bad_file_is_refused_before_anything_is_written(pair, params, tmp_path
     async with serving.attached(TIED, pair, tmp_path) as fleet:
       await fleet.load(weights(TIED, 1, A))
       before = [await serving.loaded(server) for server in pair]
-      write = fleet._folder.write
+      write = fleet._updates.folder.write
       asked = request(1, sampling=Sampling(temperature=0.0))
       for kind in ('a corrupted byte', 'a truncated file', 'a tensor missing', 'a missing file'):
 
@@ -174,10 +174,10 @@ def test_a_bad_file_is_refused_before_anything_is_written(pair, params, tmp_path
           spoil(publication.directory / FILE, kind)
           return publication
 
-        fleet._folder.write = spoiled
+        fleet._updates.folder.write = spoiled
         with pytest.raises(RunError, match=r'0\.1 was not published, and version 0\.0 stays'):
           await fleet.load(weights(TIED, 2, B))
-        fleet._folder.write = write
+        fleet._updates.folder.write = write
         assert [await serving.loaded(server) for server in pair] == before, (
           f'{kind}: nothing half-written'
         )
@@ -205,8 +205,8 @@ def test_a_worker_that_keeps_one_old_tensor_is_caught_by_the_digest_of_what_is_l
       old = (await serving.loaded(pair[0]))[name]
       await fault(pair[0].address, 'keep', name)
       seen = []
-      repair = fleet._repair
-      fleet._repair = lambda replica, reason: (seen.append(reason), repair(replica, reason))
+      repair = fleet._repairs.repair
+      fleet._repairs.repair = lambda replica, reason: (seen.append(reason), repair(replica, reason))
       await fleet.load(serving.weights_of(TIED, moved, B))
       assert len(seen) == 1 and '1 of' in seen[0] and name in seen[0] and 'vllm-0' in seen[0]
       completions = await ask(fleet, request(1, samples=8))
@@ -224,19 +224,19 @@ def test_deltas_give_servers_the_bits_of_whole_weights(pair, params, tmp_path):
 
   async def main():
     async with serving.attached(TIED, pair, tmp_path, full_every=4) as fleet:
-      tree, write = params[1], fleet._folder.write
+      tree, write = params[1], fleet._updates.folder.write
       for step in range(6):
         tree = serving.moved(tree, step) if step else tree
         if step == 2:
-          fleet._folder.write = lambda *args, **options: truncated(write(*args, **options))
+          fleet._updates.folder.write = lambda *args, **options: truncated(write(*args, **options))
         await fleet.load(serving.weights_of(TIED, tree, Version(0, step)))
-        fleet._folder.write = write
+        fleet._updates.folder.write = write
         wanted = serving.digests_of(TIED, tree)
         assert [await serving.loaded(server) for server in pair] == [wanted] * 2
         (completion,) = await ask(fleet, request(step))
         assert {s.version for s in completion.segments} == {Version(0, step)}
         # Whole: the first, the one that was spoiled.
-        assert len(fleet._current.publication.deltas) == (0, 1, 0, 1, 2, 3)[step]
+        assert len(fleet._updates.current.publication.deltas) == (0, 1, 0, 1, 2, 3)[step]
       assert fleet.counts['restarts'] == fleet.counts['void'] == 0
 
   asyncio.run(main())
@@ -257,7 +257,7 @@ def test_servers_whose_hosts_fetch_have_the_bits_of_the_trainer(pair, params, tm
           await fleet.load(serving.weights_of(TIED, tree, Version(0, step)))
           wanted = serving.digests_of(TIED, tree)
           assert [await serving.loaded(server) for server in pair] == [wanted] * 2
-          assert len(fleet._current.publication.deltas) == (0, 1, 2, 0)[step]
+          assert len(fleet._updates.current.publication.deltas) == (0, 1, 2, 0)[step]
           assert all(len(list(root.glob('*/*/*'))) >= 1 for root in roots)
         assert fleet.counts['restarts'] == fleet.counts['void'] == 0
 

@@ -18,6 +18,7 @@ from serving import ask, request
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Probe, Weights
+from jaxrl_llm.rollout.vllm import admission, membership, repairs
 from jaxrl_llm.rollout.vllm.client import VllmClient, sampler_seed
 from jaxrl_llm.rollout.vllm.replica import ReplicaState
 from jaxrl_llm.weights.tables import entries
@@ -48,6 +49,18 @@ def run(main, runner=asyncio.run):
       await main()
 
   runner(bounded())
+
+
+def hasten(monkeypatch):
+  """Lets fleets look at their servers and the registry every 20 ms."""
+  for module, name in (
+    (admission, '_ATTACHED_LOOK_S'),
+    (membership, '_AWAY_LOOK_S'),
+    (membership, '_DRAIN_LOOK_S'),
+    (membership, '_LOOK_S'),
+    (repairs, '_WATCH_S'),
+  ):
+    monkeypatch.setattr(module, name, 0.02)
 
 
 async def until(reached):
@@ -291,7 +304,7 @@ async def back(fleet, place, version):
   replica = fleet.replicas[place.number]
   await until(lambda: replica.state == ReplicaState.SERVING and replica.version == version)
   assert place.server.label.startswith(f'{version}-') and not place.server.paused
-  assert await place.digests() == fleet._current.publication.digests
+  assert await place.digests() == fleet._updates.current.publication.digests
   assert int(place.policy.tensors[NORM][0]) == version.step
 
 

@@ -50,7 +50,7 @@ class Dispatcher:
     self._waiting.append(_Place(future, samples))
     self.dispatch()
     try:
-      # The wait ends when another request finishes, or when `Fleet._watch` ends the engine.
+      # The wait ends when another request finishes, or when `Repairs.watch` ends the fleet.
       # Wait 'place': bounded by the deadlines of earlier requests and by `start_deadline_s`.
       return await future
     except asyncio.CancelledError:

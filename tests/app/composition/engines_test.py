@@ -57,7 +57,7 @@ def test_a_server_with_another_tokenizer_is_refused(prepared, tmp_path, answer, 
     fleet = build_engine(config_of_run, tmp_path, made, DeviceThread())
     assert not fleet.replicas[0].has_served
     try:
-      await fleet._check_tokenizer(fleet.replicas[0])
+      await fleet._admission._check_tokenizer(fleet.replicas[0])
     finally:
       await fleet.close()
       await runner.cleanup()

@@ -17,6 +17,7 @@ from fleets import (
   VOCAB,
   back,
   fleet_over,
+  hasten,
   places,
   run,
   score,
@@ -30,7 +31,6 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Lost, Refused
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Probe, Weights
-from jaxrl_llm.rollout.vllm import fleet as fleet_module
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.publication import (
   FILE,
@@ -51,8 +51,7 @@ V = [Version(0, step) for step in range(9)]
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-  monkeypatch.setattr(fleet_module, '_ATTACHED_LOOK_S', 0.02)
-  monkeypatch.setattr(fleet_module, '_WATCH_S', 0.02)
+  hasten(monkeypatch)
 
 
 @functools.cache
@@ -270,7 +269,7 @@ def test_damaged_files_below_the_deltas_are_replaced_for_a_server_that_needs_the
       await made[0].server.die()
       for step in (2, 3):
         await fleet.load(weights(step))
-      path = fleet._current.publication.directory / FILE
+      path = fleet._updates.current.publication.directory / FILE
       path.write_bytes(path.read_bytes()[:-5])
       await made[0].server.close()
       await made[0].start()
@@ -351,19 +350,21 @@ def test_a_delta_that_cannot_be_used_is_refused_and_whole_weights_follow(tmp_pat
       for step in range(2):
         await fleet.load(weights(step))
       asked = [Asked.of(place) for place in made]
-      write, resume = fleet._folder.write, made[0].server._core.resume
+      write, resume = fleet._updates.folder.write, made[0].server._core.resume
       if kind == 'another version on the server':
         for place in made:
           place.server._worker.holds = 'another'
       else:
-        fleet._folder.write = lambda *args, **options: spoiled(write(*args, **options), kind)
+        fleet._updates.folder.write = lambda *args, **options: spoiled(
+          write(*args, **options), kind
+        )
       held = []
       made[0].server._core.resume = lambda: (
         held.append(int(made[0].policy.tensors[NORM][0])),
         resume(),
       )
       await fleet.load(weights(2))
-      fleet._folder.write = write
+      fleet._updates.folder.write = write
       for place, each in zip(made, asked, strict=True):
         assert await place.digests() == digests_of(2) and each.updates[-1] == (True, 0)
       assert versions(await wave(fleet)) == {V[2]}

@@ -23,6 +23,7 @@ from fleets import (
   B,
   C,
   engines,
+  hasten,
   is_the_end,
   outcome,
   places,
@@ -37,7 +38,6 @@ from serving import ask, request
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.registry import Kind, Lease, Registry, Watch
 from jaxrl_llm.models.families import tiny
-from jaxrl_llm.rollout.vllm import fleet as fleet_module
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.discovery import Discovery, fingerprint
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
@@ -50,8 +50,7 @@ LARGER = tiny('qwen2', serving.VOCAB, **{**serving.SHAPE, 'hidden_size': 128})
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-  for name in ('_ATTACHED_LOOK_S', '_WATCH_S', '_LOOK_S'):
-    monkeypatch.setattr(fleet_module, name, 0.02)
+  hasten(monkeypatch)
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ from fleets import (
   draws,
   engines,
   fleet_over,
+  hasten,
   is_the_end,
   outcome,
   places,
@@ -59,7 +60,7 @@ from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.repetition import RepetitionDetection
-from jaxrl_llm.rollout.vllm import fleet as fleet_module
+from jaxrl_llm.rollout.vllm import repairs
 from jaxrl_llm.rollout.vllm.client import VllmClient, sampler_seed
 from jaxrl_llm.rollout.vllm.publication import FILE
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
@@ -68,8 +69,7 @@ from jaxrl_llm.rollout.vllm.server import VllmConfig
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-  monkeypatch.setattr(fleet_module, '_ATTACHED_LOOK_S', 0.02)
-  monkeypatch.setattr(fleet_module, '_WATCH_S', 0.02)
+  hasten(monkeypatch)
 
 
 # Dispatch.
@@ -400,7 +400,7 @@ def test_a_resumed_run_whose_servers_are_all_away_ends_in_time(tmp_path, monkeyp
 
 def spoil_next(fleet):
   """The next publication has another byte on the disk than was announced."""
-  write = fleet._folder.write
+  write = fleet._updates.folder.write
 
   def spoiled(version, leaves, **options):
     publication = write(version, leaves, **options)
@@ -408,10 +408,10 @@ def spoil_next(fleet):
     data = bytearray(path.read_bytes())
     data[-9] ^= 1
     path.write_bytes(data)
-    fleet._folder.write = write
+    fleet._updates.folder.write = write
     return publication
 
-  fleet._folder.write = spoiled
+  fleet._updates.folder.write = spoiled
 
 
 def test_a_bad_file_is_refused_before_any_server_pauses(tmp_path):
@@ -498,19 +498,19 @@ def test_a_bad_file_and_a_death_at_once_leave_the_version_before(tmp_path):
 def test_a_server_that_comes_back_to_a_damaged_file_waits_for_the_next_version(
   tmp_path, monkeypatch, servers, again_s, refusals
 ):
-  monkeypatch.setattr(fleet_module, '_REFUSED_S', again_s)
-  monkeypatch.setattr(fleet_module, '_MAX_REFUSED_S', again_s)
+  monkeypatch.setattr(repairs, '_REFUSED_S', again_s)
+  monkeypatch.setattr(repairs, '_MAX_REFUSED_S', again_s)
 
   async def main():
     config = {'max_restarts': 1}
     async with places(tmp_path, servers) as made, fleet_over(made, tmp_path, **config) as fleet:
-      path = fleet._current.publication.directory / FILE
+      path = fleet._updates.current.publication.directory / FILE
       data = bytearray(path.read_bytes())
       data[-9] ^= 1
       path.write_bytes(data)
       await made[0].restart()
       waiting = asyncio.create_task(wave(fleet, groups=8))
-      await until(lambda: 'has digest' in fleet._last_trouble)
+      await until(lambda: 'has digest' in fleet._roster.last_trouble)
       requests = made[0].server.requests
       calls = requests['/collective_rpc']  # Each try asks the workers to verify the file.
       await until(lambda: requests['/collective_rpc'] >= calls + refusals)
@@ -656,7 +656,7 @@ def test_a_version_published_while_a_server_is_looked_at_reaches_it(tmp_path):
         lambda: fleet.replicas[0].state == ReplicaState.DOWN and made[0].policy.scoring == 1
       )
       loading = asyncio.create_task(fleet.load(weights(B)))
-      await until(lambda: fleet._current.publication.version == B)
+      await until(lambda: fleet._updates.current.publication.version == B)
       made[0].policy.may_score.set()
       await loading
       assert versions(await waiting) == {B}
@@ -868,7 +868,7 @@ def test_a_version_stays_published_until_all_servers_have_the_next(tmp_path):
       made[0].faults.die_in_update = True
       await fleet.load(weights(C))
       for _ in range(3):  # Looks at the fleet's own watch.
-        await asyncio.sleep(fleet_module._WATCH_S)
+        await asyncio.sleep(repairs._WATCH_S)
       assert published() == ['0.2', '0.3']
       await made[0].restart()
       await back(fleet, made[0], C)

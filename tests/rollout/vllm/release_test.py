@@ -4,20 +4,33 @@ import asyncio
 
 import pytest
 import serving
-from fleets import MODEL, A, B, C, Place, check, fleet_over, places, run, versions, wave, weights
+from fleets import (
+  MODEL,
+  A,
+  B,
+  C,
+  Place,
+  check,
+  fleet_over,
+  hasten,
+  places,
+  run,
+  versions,
+  wave,
+  weights,
+)
 from serving import ask, request
 
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Releasable
-from jaxrl_llm.rollout.vllm import fleet as fleet_module
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-  monkeypatch.setattr(fleet_module, '_WATCH_S', 0.02)
+  hasten(monkeypatch)
 
 
 class FakeProcess:

@@ -273,13 +273,13 @@ def test_servers_load_deltas_that_several_processes_wrote(tmp_path):
         version = Version(A.attempt + number, A.step)
         await fleet.load(await shared(fleet, version, writer))
         assert versions(await wave(fleet)) == {version}
-        publication = fleet._current.publication
+        publication = fleet._updates.current.publication
         # The weights of these versions are the same.
         assert len(publication.deltas) == number and len(publication.files) == 2
         assert [await place.digests() for place in made] == [publication.digests] * 2
       # Those of the next version differ everywhere.
       await fleet.load(await shared(fleet, B, writer))
-      assert versions(await wave(fleet)) == {B} and not fleet._current.publication.deltas
+      assert versions(await wave(fleet)) == {B} and not fleet._updates.current.publication.deltas
       writer.write_decided = lambda decision: {'error': 'the disk is full'}
       with pytest.raises(RunError, match='process 1 could not write its share: the disk is full'):
         await fleet.load(await shared(fleet, Version(B.attempt + 1, B.step), writer))
@@ -294,7 +294,7 @@ def test_servers_load_versions_that_several_processes_wrote(tmp_path):
       for version in (A, B):
         await fleet.load(await shared(fleet, version))
         assert versions(await wave(fleet)) == {version}
-      assert len(fleet._current.publication.files) == 2
+      assert len(fleet._updates.current.publication.files) == 2
 
   run(main)
 

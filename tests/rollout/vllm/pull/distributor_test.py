@@ -162,7 +162,7 @@ def test_servers_that_all_leave_during_a_fetch_are_lost(tmp_path, monkeypatch):
   async def main():
     async with attached(tmp_path, ['shared', 'shared']) as hosts:
       await hosts.fleet.load(weights(A))
-      publication, replicas = hosts.fleet._current.publication, hosts.fleet.replicas
+      publication, replicas = hosts.fleet._updates.current.publication, hosts.fleet.replicas
       for root in set(hosts.roots):
         for path in bundles(root):
           shutil.rmtree(path)
@@ -203,7 +203,7 @@ def test_deltas_are_fetched_alone(tmp_path):
         ]
         await hosts.fleet.load(Weights(version=version, leaves=leaves, probe=None))
         digests = await hosts.places[0].digests()
-        assert digests == hosts.fleet._current.publication.digests
+        assert digests == hosts.fleet._updates.current.publication.digests
       assert versions(await wave(hosts.fleet)) == {C}
       # The whole weights, and two files of which each has only the norm.
       sizes = [
@@ -308,7 +308,7 @@ def test_shares_of_processes_on_other_hosts_are_fetched_from_them(tmp_path, monk
       for version in (A, B, C):
         await hosts.fleet.load(shared(hosts.fleet, version, await hosts.fleet.begin_load(), writer))
         assert versions(await wave(hosts.fleet)) == {version}
-      publication = hosts.fleet._current.publication
+      publication = hosts.fleet._updates.current.publication
       for place in hosts.places:
         assert await place.digests() == publication.digests
       assert [path.name for path in publication.directory.glob('*.safetensors')] == [FILE]
