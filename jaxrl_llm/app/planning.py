@@ -32,7 +32,7 @@ from jaxrl_llm.core.process.xla_flags import automatic_flags
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.models.attention import chosen, platform_of, proven
 from jaxrl_llm.models.spec import ModelSpec
-from jaxrl_llm.ops.attention import KERNELS
+from jaxrl_llm.ops.attention import KERNELS, is_absent
 from jaxrl_llm.ops.self_check import Trial
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
@@ -168,6 +168,18 @@ def attention_here(config: Config, mesh: Mesh, spec: ModelSpec, length: int) -> 
   choice = chosen(options, mesh, time=1, keys=1, same_tokens=True)
   is_kernel = choice.implementation in KERNELS.get(platform_of(mesh), ())
   return (choice.implementation if is_kernel else AUTO), ''
+
+
+def check_kernel(config: Config) -> None:
+  """Raises UserError if a resumed run, or the parent of a branch, has recorded an attention kernel
+  that this process's platform does not have.
+  """
+  attention, platform = config.policy.attention, platform_of(None)
+  if is_absent(attention, platform):
+    raise UserError(
+      f'{ATTENTION}: the run recorded {attention}, which does not run on this platform '
+      f'({platform}); resume it where it started, or with --config.{ATTENTION}=blockwise'
+    )
 
 
 def _rejected(process: int, host: str, what: str, report: Any) -> RunError:

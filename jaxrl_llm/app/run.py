@@ -43,7 +43,7 @@ from jaxrl_llm.app.composition.workdir import Workdir
 from jaxrl_llm.app.dry_run.compiled import held_table
 from jaxrl_llm.app.dry_run.memory_plan import Search, Target
 from jaxrl_llm.app.dry_run.programs import held
-from jaxrl_llm.app.planning import agreed
+from jaxrl_llm.app.planning import agreed, check_kernel
 from jaxrl_llm.app.schema import Config
 from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.app.stopping import Stopping
@@ -194,6 +194,7 @@ async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp
   origin: Fork | None = None
   if workdir.branching:
     config = await asyncio.to_thread(settle, config, branch.scored_as, tell, load)
+    check_kernel(config)
     origin = await asyncio.to_thread(make_branch, branch, config, workdir, load)
   archive: Archive | None = None
   if config.archive is not None:
@@ -204,6 +205,8 @@ async def _set_up(config: Config, path: pathlib.Path, launch: _Launch) -> _SetUp
   step = max(checkpoints.steps(), default=0)
   config = await asyncio.to_thread(settle, config, workdir.path if step else None, tell, load)
   config = config if step else kept_choices(config, workdir.path)
+  if step:
+    check_kernel(config)
   platform = jax.devices()[0].platform
   config = with_sized(config, platform=platform, spec=None)
   changed = workdir.adopt(config)

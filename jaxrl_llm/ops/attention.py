@@ -54,6 +54,14 @@ class Choice(NamedTuple):
   """
 
 
+def is_absent(asked: str, platform: str) -> bool:
+  """Returns whether `asked`, a value of `policy.attention`, is a fused kernel that only other
+  platforms have.
+  """
+  kernels = KERNELS.get(platform, ())
+  return asked not in kernels and any(asked in others for others in KERNELS.values())
+
+
 def choose(
   asked: Implementation | Literal['auto'],
   *,
@@ -90,7 +98,7 @@ def choose(
   if asked in ('masked', 'blockwise'):
     return Choice(asked, 'as configured', block)
   kernels = KERNELS.get(platform, ())
-  if same_tokens and asked not in ('auto', *kernels):
+  if same_tokens and is_absent(asked, platform):
     raise UserError(
       f'policy.attention: {asked} does not run on this platform ({platform}); choose auto'
     )

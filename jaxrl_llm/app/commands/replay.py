@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from absl import flags, logging
 
 from jaxrl_llm.app.composition.choices import recorded_flags
-from jaxrl_llm.app.offline.reopen import check_alone, configs_of_run
+from jaxrl_llm.app.offline.reopen import check_alone, configs_of_run, without_absent_kernel
 from jaxrl_llm.app.offline.replay import Compared, course, replay
 from jaxrl_llm.config.load import parse_flags
 from jaxrl_llm.core import script
@@ -73,6 +73,7 @@ async def _replay(run: pathlib.Path, step: int | None) -> int:
   if config.compilation_cache:
     use_compilation_cache(config.compilation_cache)
   way = course(config, run, step)
+  configs = tuple((first, without_absent_kernel(config)) for first, config in configs)
   equal = True
   async with contextlib.aclosing(replay(configs, run, way)) as steps:
     async for compared in steps:

@@ -43,6 +43,7 @@ from jaxrl_llm.app.doctor.findings import Findings, failure, ok, warning
 from jaxrl_llm.app.doctor.scorers import truths
 from jaxrl_llm.app.dry_run.programs import held
 from jaxrl_llm.app.offline.reopen import Reopened, reopen, with_local_explorers
+from jaxrl_llm.app.planning import check_kernel
 from jaxrl_llm.app.schema import Config, scored_tasksets
 from jaxrl_llm.core import disk
 from jaxrl_llm.core.errors import RunError, UserError, first_cause, one_line
@@ -103,7 +104,10 @@ def _settled(
   """
   try:
     check_names(config, {taskset.name: load(taskset.name) for taskset in config.tasksets})
-    config = settle(config, workdir if has_commits(workdir) else None, logging.info, load)
+    resumed = has_commits(workdir)
+    config = settle(config, workdir if resumed else None, logging.info, load)
+    if resumed:
+      check_kernel(config)
     config = with_sized(config, platform=jax.devices()[0].platform, spec=None)
     config.logging.check()
     build_scorers(config.rewards)

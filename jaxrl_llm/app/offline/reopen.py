@@ -9,7 +9,9 @@ import pathlib
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from jaxrl_llm.app.composition.automatic import with_sized
+from absl import logging
+
+from jaxrl_llm.app.composition.automatic import ATTENTION, with_sized
 from jaxrl_llm.app.composition.engines import build_engine
 from jaxrl_llm.app.composition.loop_parts import build_publisher
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
@@ -20,7 +22,7 @@ from jaxrl_llm.app.composition.setup import Setup
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import committed_state
 from jaxrl_llm.app.composition.workdir import DATA, TOKENIZER
-from jaxrl_llm.app.schema import Config
+from jaxrl_llm.app.schema import AUTO, Config
 from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.config.values import from_json
@@ -31,6 +33,8 @@ from jaxrl_llm.core.types import Params, Version
 from jaxrl_llm.master.loop import LoopState
 from jaxrl_llm.master.process import Process
 from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.attention import platform_of
+from jaxrl_llm.ops.attention import is_absent
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.job import this_job
@@ -95,6 +99,8 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
       f"--config={spec}: the run's own configuration is used; --config.field=value changes it"
     )
   saved = _without_direct(config_of_run(run))
+  if ATTENTION not in overrides:
+    saved = without_absent_kernel(saved)
   config = apply_overrides(saved, overrides)
   check_alone()
   attached, addresses = (
@@ -114,6 +120,21 @@ def config_to_serve(run: pathlib.Path, spec: str | None, overrides: Mapping[str,
   if any(key.startswith('rollout.explorers') for key in overrides):
     return config
   return with_local_explorers(config)
+
+
+def without_absent_kernel(config: Config) -> Config:
+  """Returns the configuration of a run for use on this machine, without continuing the run. If the
+  run has recorded an attention kernel of another platform, `policy.attention` becomes 'auto', and a
+  warning says so. Starts JAX.
+  """
+  recorded, platform = config.policy.attention, platform_of(None)
+  if not is_absent(recorded, platform):
+    return config
+  logging.warning(
+    'policy.attention: the run recorded %s, which does not run on this platform (%s); auto is used',
+    *(recorded, platform),
+  )
+  return dataclasses.replace(config, policy=dataclasses.replace(config.policy, attention=AUTO))
 
 
 def untrained_config(spec: str, overrides: Mapping[str, str]) -> Config:
