@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar('T')
@@ -61,32 +62,52 @@ def in_daemon_thread(
 
 
 class BackgroundLoop:
-  """An event loop in a daemon thread, for requests whose responses are large."""
+  """An event loop in a daemon thread."""
 
   def __init__(self, name: str):
     self._loop = asyncio.new_event_loop()
     threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
 
   async def run(self, work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine in the background loop and returns its result. Cancelling this call also
-    cancels the coroutine, and waits up to `_END_S` seconds for it to end.
+    """Runs a coroutine in the background loop and returns its result; see `run_in`."""
+    return await run_in(self._loop, work)
+
+  @contextlib.asynccontextmanager
+  async def entered(self, manager: contextlib.AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+    """Enters and exits a context manager in the background loop, and yields its value. Exceptions
+    of the block are not passed to the manager.
     """
-    tasks: list[asyncio.Task[T]] = []
-    result: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def begin() -> None:
-      tasks.append(self._loop.create_task(work))
-      tasks[0].add_done_callback(lambda task: _pass_on(task, result))
-
-    self._loop.call_soon_threadsafe(begin)
-    ended = asyncio.wrap_future(result)
+    value = await self.run(manager.__aenter__())
     try:
-      # Wait 'background': bounded: every wait in the coroutine has a deadline.
-      return await asyncio.shield(ended)
-    except asyncio.CancelledError:
-      self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+      yield value
+    finally:
+      await self.run(manager.__aexit__(None, None, None))
+
+
+async def run_in(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+  """Runs a coroutine in an event loop, which may be that of another thread, and returns its result.
+  Cancelling this call also cancels the coroutine, and waits up to `_END_S` seconds for it to end.
+  If the coroutine is cancelled in its loop, this call raises CancelledError.
+  """
+  if loop is asyncio.get_running_loop():
+    return await work
+  tasks: list[asyncio.Task[T]] = []
+  result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+  def begin() -> None:
+    tasks.append(loop.create_task(work))
+    tasks[0].add_done_callback(lambda task: _pass_on(task, result))
+
+  loop.call_soon_threadsafe(begin)
+  ended = asyncio.wrap_future(result)
+  try:
+    # Wait 'background': bounded: every wait in the coroutine has a deadline.
+    return await asyncio.shield(ended)
+  except asyncio.CancelledError:
+    if not ended.done():
+      loop.call_soon_threadsafe(lambda: tasks[0].cancel())
       await asyncio.wait([ended], timeout=_END_S)
-      raise
+    raise
 
 
 def _pass_on(task: asyncio.Task[T], result: concurrent.futures.Future[T]) -> None:
@@ -105,3 +126,11 @@ def responses() -> BackgroundLoop:
   the process.
   """
   return BackgroundLoop('responses')
+
+
+@functools.cache
+def messages() -> BackgroundLoop:
+  """Returns the event loop in which this process receives the messages of explorers. The loop runs
+  as long as the process.
+  """
+  return BackgroundLoop('messages')

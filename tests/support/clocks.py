@@ -56,6 +56,9 @@ class _Here:
   async def run(self, work: Coroutine[Any, Any, T]) -> T:
     return await work
 
+  def entered(self, manager):
+    return manager
+
 
 class _Jumping(selectors.DefaultSelector):
   def __init__(self, loop):
@@ -79,11 +82,12 @@ class _Jumping(selectors.DefaultSelector):
 
 def simulated(main: Coroutine[Any, Any, T], *, deadline_s: float = 60.0) -> T:
   """Runs `main` on a SimulatedLoop and returns its result. Raises TimeoutError after `deadline_s`
-  simulated seconds. Responses are received in that loop too, because a loop in another thread has
-  another clock.
+  simulated seconds. Responses and messages are received in that loop too, because a loop in another
+  thread has another clock.
   """
   with (
     mock.patch.object(background, 'responses', _Here),
+    mock.patch.object(background, 'messages', _Here),
     asyncio.Runner(loop_factory=SimulatedLoop) as runner,
   ):
     return runner.run(asyncio.wait_for(main, deadline_s))

@@ -27,10 +27,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from absl import logging
-from aiohttp import web
 
+from jaxrl_llm.core import background
 from jaxrl_llm.core.errors import RunError, UserError
-from jaxrl_llm.core.files import parse_msgpack
 from jaxrl_llm.core.net.listener import listening
 from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.core.process_clock import seconds_metrics
@@ -48,16 +47,15 @@ from jaxrl_llm.rollout.explorers.arrivals import (
   read_leases,
   read_question,
   read_request,
-  read_sender,
   read_steps,
   read_verdict,
 )
 from jaxrl_llm.rollout.explorers.errands import BadDelivery, RequestCourier
 from jaxrl_llm.rollout.explorers.leases import Gone, Leases, LentGroup, Misbehaved, SenderEvicted
 from jaxrl_llm.rollout.explorers.process import ExplorerCommand, ExplorerProcess
+from jaxrl_llm.rollout.explorers.receiver import Receiver, Reply, Send
 from jaxrl_llm.rollout.explorers.wire import (
   completion_row,
-  pack,
   reward_row,
   sampling_row,
   task_row,
@@ -68,11 +66,6 @@ from jaxrl_llm.rollout.workflow import Rollout
 
 ROUTES = tuple(('POST', path) for path in wire.PATHS)
 _CHECK_S = 0.25
-
-Handler = Callable[[str, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
-"""Handler of a message. The arguments are the sender's name, the message, and the HTTP request that
-contained it.
-"""
 
 Announce = Callable[[str], contextlib.AbstractAsyncContextManager[None]]
 """Function that announces an address of the master to explorers. The announcement lasts as long as
@@ -196,8 +189,11 @@ class Crew:
       RunError: a local explorer exits repeatedly.
       WaitExpired: no explorer connects within `nobody_s`.
     """
-    listener = listening(self._application(), name='crew', front=self._config.listen, routes=ROUTES)
-    self.address, self.front = await self._opened.enter_async_context(listener)
+    application = self._receiver().application
+    listener = listening(application, name='crew', front=self._config.listen, routes=ROUTES)
+    self.address, self.front = await self._opened.enter_async_context(
+      background.messages().entered(listener)
+    )
     if self.front is not None:
       logging.info('explorers: others can connect to %s', self.front)
     if self._announce is not None:
@@ -276,8 +272,7 @@ class Crew:
       **seconds_metrics('explorers', [self._leases.clock]),
     }
 
-  def _application(self) -> web.Application:
-    application = web.Application(client_max_size=256 << 20)
+  def _receiver(self) -> Receiver:
     answers: Mapping[str, Callable] = {
       wire.HELLO: self._hello,
       wire.TAKE: self._take,
@@ -288,43 +283,39 @@ class Crew:
       wire.DONE: self._done,
       wire.FAILED: self._failed,
     }
-    for path, answer in answers.items():
-      application.router.add_post(path, self._checked(_packed(answer)))
-    for path, frames in (
-      (wire.GENERATE, self._generate),
-      (wire.SCORE, self._score),
-      (wire.ASK, self._ask),
-    ):
-      application.router.add_post(path, self._checked(functools.partial(self._stream, frames)))
-    return application
+    streams = {wire.GENERATE: self._generate, wire.SCORE: self._score, wire.ASK: self._ask}
+    return Receiver(
+      {path: functools.partial(self._reply, path, answer) for path, answer in answers.items()},
+      {
+        path: functools.partial(self._reply, path, functools.partial(self._stream, frames))
+        for path, frames in streams.items()
+      },
+    )
 
-  def _checked(self, handle: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Wraps a handler of messages. The wrapper identifies the sender, turns a refusal into an HTTP
-    error status, and evicts the sender if the handler raises Misbehaved.
+  async def _reply(
+    self,
+    path: str,
+    answer: Callable[..., Awaitable[Any]],
+    sender: str,
+    body: dict[str, Any],
+    *send: Send,
+  ) -> Reply:
+    """Answers a message. Turns a refusal into an HTTP error status, and evicts the sender if
+    `answer` raises Misbehaved.
     """
-
-    async def checked(request: web.Request) -> web.StreamResponse:
-      data = await request.read()
-      try:
-        body = parse_msgpack(data)
-        sender = read_sender(body)
-      except ValueError as error:
-        return web.Response(status=400, text=f'{request.path}: {one_line(error)}')
-      try:
-        self._leases.admit(sender)
-        return await handle(sender, body, request)
-      except Gone as gone:
-        return web.Response(status=410, text=str(gone))
-      except SenderEvicted as evicted:
-        return web.Response(status=wire.EVICTED, text=str(evicted))
-      except Misbehaved as error:
-        why = f'{request.path}: {error}'
-        await self._leases.evict(sender, why)
-        return web.Response(status=wire.EVICTED, text=f'{sender} was evicted: {why}')
-      except UserError as error:
-        return web.Response(status=422, text=str(error))
-
-    return checked
+    try:
+      self._leases.admit(sender)
+      return Reply(await answer(sender, body, *send))
+    except Gone as gone:
+      return Reply(status=410, error=str(gone))
+    except SenderEvicted as evicted:
+      return Reply(status=wire.EVICTED, error=str(evicted))
+    except Misbehaved as error:
+      why = f'{path}: {error}'
+      await self._leases.evict(sender, why)
+      return Reply(status=wire.EVICTED, error=f'{sender} was evicted: {why}')
+    except UserError as error:
+      return Reply(status=422, error=str(error))
 
   async def _hello(self, sender: str, body: dict[str, Any]) -> Any:
     logging.info('explorers: %s has connected', sender)
@@ -350,28 +341,40 @@ class Crew:
 
   async def _sample(self, sender: str, body: dict[str, Any]) -> Any:
     lease = read_lease(body)
-    steps = read_steps(body, self._leases.held(lease, sender), self._bounds)
-    verdict = read_verdict(body, steps)
+    group = self._leases.held(lease, sender)
     try:
-      # A separate thread is used, because decoding a long sample would block the event loop.
-      text, turns = await asyncio.get_running_loop().run_in_executor(
-        self._texts, lambda: (self.text(steps[-1]), self._turns(*steps))
+      # A separate thread is used, because a long sample would block the event loop.
+      result = await asyncio.get_running_loop().run_in_executor(
+        self._texts, self._read_sample, body, group
       )
-    except Exception as error:  # The sample passed all checks, so the workflow has a bug.
-      group = self._leases.held(lease, sender)
-      group.fail(
-        RunError(
-          one_line(f'rollout.workflow: text of {steps[-1].uid}: {type(error).__name__}: {error}')
-        )
-      )
+    finally:
+      # The lease may have ended meanwhile. The sample may then have been compared with completions
+      # of a later lease, so a fault in it proves nothing.
+      self._leases.held(lease, sender)
+    if isinstance(result, RunError):
+      group.fail(result)
       self._leases.end(group)
       return
-    group = self._leases.held(lease, sender)  # The lease may have ended during the decoding.
     try:
-      if not group.hand_in(Rollout(steps[0], text, verdict, turns, tuple(steps[1:]))):
+      if not group.hand_in(result):
         self.counts['repeated'] += 1
     except ValueError as error:
       raise Misbehaved(one_line(error)) from None
+
+  def _read_sample(self, body: dict[str, Any], group: LentGroup) -> Rollout | RunError:
+    """Checks and decodes the trajectory in a message. Returns an error if the workflow cannot
+    decode the trajectory's text. Called in a separate thread. Raises Misbehaved if the message is
+    invalid.
+    """
+    steps = read_steps(body, group, self._bounds)
+    verdict = read_verdict(body, steps)
+    try:
+      text, turns = self.text(steps[-1]), self._turns(*steps)
+    except Exception as error:  # The sample passed all checks, so the workflow has a bug.
+      return RunError(
+        one_line(f'rollout.workflow: text of {steps[-1].uid}: {type(error).__name__}: {error}')
+      )
+    return Rollout(steps[0], text, verdict, turns, tuple(steps[1:]))
 
   async def _done(self, sender: str, body: dict[str, Any]) -> Any:
     lease = read_lease(body)
@@ -393,33 +396,23 @@ class Crew:
     frames: Callable[[dict[str, Any], LentGroup], AsyncIterator[Any]],
     sender: str,
     body: dict[str, Any],
-    request: web.Request,
-  ) -> web.StreamResponse:
-    """Streams the values of `frames` as they arrive, and True as a heartbeat between them. The
-    stream ends with None, or with the message of a UserError. Any other error ends the group and is
-    raised in `run`.
+    send: Send,
+  ) -> None:
+    """Sends the values of `frames` as they arrive. The stream ends with None, or with the message
+    of a UserError. Any other error ends the group and is raised in `run`.
     """
-    response = web.StreamResponse()
-
-    async def send(value: Any) -> None:
-      # If the explorer has disconnected, this call is about to be cancelled anyway.
-      with contextlib.suppress(ConnectionError):
-        await response.write(pack(value))
-
     with self._leases.called(read_lease(body), sender) as group:
       answers = frames(body, group)
-      await response.prepare(request)
       try:
-        async with contextlib.aclosing(_beating(answers)) as beating:
-          async for value in beating:
-            await send(value)
-        await send(None)
+        async with contextlib.aclosing(answers):
+          async for value in answers:
+            send(value)
+        send(None)
       except UserError as error:
-        await send(str(error))
+        send(str(error))
       # The explorer's workflow does not see this error; `run` raises it instead.
       except Exception as error:
         group.fail(error)
-    return response
 
   def _generate(self, body: dict[str, Any], group: LentGroup) -> AsyncIterator[Any]:
     # Tokens are counted for the group that was lent to the explorer, even if the request states
@@ -495,31 +488,6 @@ async def _rows(completions: AsyncIterator[tuple[int, Completion]]) -> AsyncIter
   async with contextlib.aclosing(completions):
     async for index, completion in completions:
       yield [index, completion_row(completion)]
-
-
-def _packed(answer: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> Handler:
-  async def handle(sender: str, body: dict[str, Any], request: web.Request) -> web.Response:
-    return web.Response(body=pack(await answer(sender, body)))
-
-  return handle
-
-
-async def _beating(frames: AsyncIterator[Any]) -> AsyncIterator[Any]:
-  """Yields the values of `frames`, and True after each `wire.BEAT_S` seconds without a value."""
-  pending = asyncio.ensure_future(anext(frames))
-  try:
-    while True:
-      if not (await asyncio.wait({pending}, timeout=wire.BEAT_S))[0]:
-        yield True
-        continue
-      try:
-        value = pending.result()
-      except StopAsyncIteration:
-        return
-      yield value
-      pending = asyncio.ensure_future(anext(frames))
-  finally:
-    await _cancelled(pending)
 
 
 async def _cancelled(task: asyncio.Task) -> None:

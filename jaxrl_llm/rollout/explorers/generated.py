@@ -27,7 +27,10 @@ class _Source(NamedTuple):
 
 
 class Generated:
-  """Record of the tokens and logprobs that the engine generated for one lease."""
+  """Record of the tokens and logprobs that the engine generated for one lease.
+
+  A sample can be checked in one thread while a completion is added in another.
+  """
 
   def __init__(self):
     self._parts: dict[_Source, list[bytes]] = {}
@@ -53,7 +56,8 @@ class Generated:
       source = _Source(segment.version, segment.engine, sample.temperature)
       if source not in generated:
         self._check_source(source)
-        generated[source] = _SEPARATOR.join(self._parts[source])
+        # Another thread may add a completion during the join, so a copy is joined.
+        generated[source] = _SEPARATOR.join(tuple(self._parts[source]))
       for start, end in _runs(sample.sampled[segment.start : segment.end], segment.start):
         if not _contains(generated[source], tokens[start * _ENTRY_BYTES : end * _ENTRY_BYTES]):
           raise ValueError(
@@ -64,14 +68,15 @@ class Generated:
       raise ValueError(f'token {np.argmax(trained)} is in loss_mask, but was not sampled')
 
   def _check_source(self, source: _Source) -> None:
-    sources = {(part.version, part.engine) for part in self._parts}
+    known = list(self._parts)  # Another thread may add a source during the loops below.
+    sources = {(part.version, part.engine) for part in known}
     if (source.version, source.engine) not in sources:
       raise ValueError(
         f'version {source.version} of engine {source.engine!r} generated nothing for this lease, '
         f'wanted one of {sorted((str(version), engine) for version, engine in sources)}'
       )
-    if source not in self._parts:
-      wanted = sorted({part.temperature for part in self._parts})
+    if source not in known:
+      wanted = sorted({part.temperature for part in known})
       raise ValueError(
         f'temperature is {source.temperature}, wanted one at which tokens were requested: {wanted}'
       )
@@ -98,7 +103,10 @@ def _contains(known: bytes, part: bytes) -> bool:
   first = int(matches.argmax())
   if not matches[first]:
     return False
-  place = known.find(part, first * _ENTRY_BYTES)
+  place = first * _ENTRY_BYTES
+  if known.startswith(part, place):  # Faster than the search, and usually true.
+    return True
+  place = known.find(part, place + 1)
   while place % _ENTRY_BYTES and place >= 0:
     place = known.find(part, place + 1)
   return place >= 0

@@ -618,6 +618,50 @@ def test_texts_are_decoded_from_the_tokens_outside_the_event_loop(tmp_path):
   assert len(threads) == 3 and threading.get_ident() not in threads
 
 
+def test_a_sample_that_is_read_after_its_lease_has_ended_is_no_reason_to_evict(tmp_path):
+  """The completions of the group are then those of another lease."""
+  goes_on, reading = threading.Event(), threading.Event()
+
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      await setting.dismiss('a')
+      plain = setting.crew.text
+
+      def text(sample):
+        reading.set()
+        assert goes_on.wait(30)
+        return plain(sample)
+
+      slow = setting.link('slow')
+      wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
+      order = await slow.call(wire.TAKE)
+      first, second, _ = await setting.made(slow, order)
+      setting.crew.text = text
+
+      def hand_in(sample):
+        lease, steps = order['lease'], [encode(sample)]
+        return asyncio.create_task(slow.call(wire.SAMPLE, lease=lease, steps=steps))
+
+      handing_in = [hand_in(first)]
+      while not reading.is_set():
+        await asyncio.sleep(0)
+      handing_in.append(hand_in(second))
+      while not setting.crew._texts._work_queue.qsize():
+        await asyncio.sleep(0)
+      await setting.crew._leases.give_up(slow.name, 'was slow')
+      setting.come('b')
+      while not setting.crew._leases._lent:
+        await asyncio.sleep(0)
+      goes_on.set()
+      for call in handing_in:
+        with pytest.raises(Lost, match='is no longer held'):
+          await call
+      assert len(await wanted) == 3 and setting.crew.counts['evicted'] == 0
+      await slow.close()
+
+  asyncio.run(check())
+
+
 def test_a_run_to_which_no_explorer_comes_ends_with_a_line(tmp_path):
   async def check():
     setting = Setting(tmp_path, nobody_s=4 * crew._CHECK_S)
