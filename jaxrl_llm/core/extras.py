@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import sys
+import types
 from collections.abc import Mapping
+from typing import Any
 
 from jaxrl_llm.core.errors import UserError
 
@@ -33,3 +37,27 @@ def check_library(module: str, where: str) -> None:
     raise UserError(
       f"{where}: needs {module}, which is not installed; pip install 'jaxrl_llm[{EXTRAS[module]}]'"
     )
+
+
+class _Deferred(types.ModuleType):
+  """A module that is imported when one of its attributes is read."""
+
+  def __getattr__(self, attribute: str) -> Any:
+    if attribute.startswith('__'):  # Read by code that looks through `sys.modules`.
+      raise AttributeError(attribute)
+    if sys.modules.get(self.__name__) is self:
+      del sys.modules[self.__name__]
+    return getattr(importlib.import_module(self.__name__), attribute)
+
+
+def defer(module: str) -> None:
+  """Delays the import of a module until something in it is used. Does nothing if the module has
+  been imported already or is not installed.
+
+  Args:
+    module: name of a top-level module that others import as a whole (`import module`).
+  """
+  if module in sys.modules or (spec := importlib.util.find_spec(module)) is None:
+    return
+  deferred = sys.modules[module] = _Deferred(module)
+  deferred.__spec__ = spec

@@ -22,7 +22,7 @@ import pyarrow.parquet
 from absl import logging
 
 from jaxrl_llm.core.errors import UserError, one_line
-from jaxrl_llm.core.extras import check_library
+from jaxrl_llm.core.extras import check_library, defer
 from jaxrl_llm.core.files import (
   check_depth,
   check_file_depth,
@@ -206,6 +206,7 @@ def _procedural_rows(
   """
   where = f'reasoning_gym:{name}'
   check_library('reasoning_gym', where)
+  defer('cellpylib')  # As in `rewards/scorers/verifier/scorer.py`.
   # This import takes a second, so it is delayed until it is needed.
   from reasoning_gym.factory import DATASETS, create_dataset
 

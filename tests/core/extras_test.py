@@ -2,13 +2,14 @@
 
 import importlib.util
 import re
+import sys
 import tomllib
 
 import pytest
 from paths import ROOT
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.extras import EXTRAS
+from jaxrl_llm.core.extras import EXTRAS, defer
 from jaxrl_llm.rewards.scorers.answer.scorer import answer_scorer
 from jaxrl_llm.rewards.scorers.verifier.scorer import verifier_scorer
 from jaxrl_llm.tasks.sources import read_rows
@@ -67,3 +68,21 @@ def test_every_library_is_in_its_extra_and_in_no_requirement():
   for module, extra in EXTRAS.items():
     names = [re.match(r'[\w-]+', line)[0].replace('-', '_') for line in extras[extra]]
     assert module in names and module not in required
+
+
+def test_a_deferred_module_is_imported_at_its_first_use(tmp_path, monkeypatch):
+  (tmp_path / 'deferred_by_test.py').write_text('import sys\nsys.imported = True\nvalue = 7\n')
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setattr(sys, 'imported', False, raising=False)
+  defer('deferred_by_test')
+  first = importlib.import_module('deferred_by_test')
+  assert importlib.import_module('deferred_by_test') is first
+  assert not hasattr(first, '__all__') and not sys.imported
+  assert first.value == 7 and sys.imported
+  later = importlib.import_module('deferred_by_test')
+  assert later is not first and first.value == 7
+  assert not hasattr(first, 'other')
+  defer('deferred_by_test')
+  assert sys.modules.pop('deferred_by_test') is later
+  defer('no_such_module')
+  assert 'no_such_module' not in sys.modules

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.extras import check_library
+from jaxrl_llm.core.extras import check_library, defer
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.rewards.api import (
   Attempt,
@@ -47,6 +47,10 @@ from jaxrl_llm.rewards.watch import watched
 
 LIBRARIES = ('reasoning_gym',)
 """Libraries that the functions of this module import at their first call."""
+
+# Imported by reasoning-gym for two of its datasets. It imports matplotlib, which would take half of
+# the time in which workers start.
+defer('cellpylib')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
