@@ -7,13 +7,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import job
 import numpy as np
 import programs
+import psutil
 import pytest
 from paths import SUPPORT
 
@@ -34,22 +34,17 @@ def recorded(tmp_path_factory):
 
 
 def gradients_of(recorded, out, *, processes):
-  script = SUPPORT / 'gradients.py'
-  command = [sys.executable, str(script), *map(str, recorded), str(out), '{"fsdp": 2}']
+  command = [SUPPORT / 'gradients.py', *recorded, out, '{"fsdp": 2}']
+  devices = f'{programs.CHEAP} --xla_force_host_platform_device_count={2 // processes}'
   if processes > 1:
     command = [
-      sys.executable,
       'launch/cluster/local.py',
       f'--processes={processes}',
       '--',
+      sys.executable,
       *command,
     ]
-  devices = (
-    {}
-    if processes > 1
-    else {'XLA_FLAGS': f'{programs.CHEAP} --xla_force_host_platform_device_count=2'}
-  )
-  subprocess.run(command, cwd=job.ROOT, env=job.environment(**devices), check=True, timeout=900)
+  job.call(*command, environ=job.environment(XLA_FLAGS=devices), timeout_s=900)
   return dict(np.load(out))
 
 
@@ -106,21 +101,6 @@ def test_two_processes_measure_what_one_does(two_processes):
     assert found == pytest.approx(wanted, rel=tolerance), key
 
 
-def children(supervisor: int) -> dict[int, int]:
-  """Process id by rank of the supervisor's trainers."""
-  found = {}
-  listed = subprocess.run(
-    ['ps', '-eo', 'pid,ppid'], capture_output=True, text=True, check=True
-  ).stdout
-  for pid, ppid in re.findall(r'(\d+)\s+(\d+)', listed):
-    if int(ppid) == supervisor:
-      environ = open(f'/proc/{pid}/environ').read()
-      rank = re.search(r'JAX_PROCESS_ID=(\d+)', environ)
-      if rank:
-        found[int(rank[1])] = int(pid)
-  return found
-
-
 @pytest.mark.parametrize(
   'kills',
   [((0, 16),), pytest.param(((0, 15), (1, 18)), marks=pytest.mark.acceptance)],
@@ -133,7 +113,9 @@ def test_either_killed_the_job_ends_names_it_and_resumes_bit_for_bit(
   for rank, count in kills:
     process = job.start(run, config=job.PPO_OF_TWO, processes=2)
     job.wait_for_rows(run, count, process)
-    os.kill(children(process.pid)[rank], signal.SIGKILL)
+    # The supervisor starts them in the order of their numbers.
+    trainers = sorted(child.pid for child in psutil.Process(process.pid).children())
+    os.kill(trainers[rank], signal.SIGKILL)
     started = time.monotonic()
     out, err = process.communicate(timeout=60)
     assert ('memory plan remat none' in out) == (count == kills[0][1]), 'planned only at the start'

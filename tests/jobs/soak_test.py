@@ -187,8 +187,10 @@ class Soak:
     if of == 'server':
       running = [p.pid for p, _ in self.servers.processes.values() if p.poll() is None]
       return [psutil.Process(pid) for pid in running if psutil.pid_exists(pid)]
-    tree = psutil.Process(self.process.pid).children(recursive=True)
-    return [process for process in tree if VICTIMS[of](process)]
+    supervisor = psutil.Process(self.process.pid)
+    if of == 'trainer':
+      return supervisor.children()
+    return [process for process in supervisor.children(recursive=True) if VICTIMS[of](process)]
 
 
 def words(process):
@@ -207,7 +209,6 @@ VICTIMS = {
   'explorer': lambda p: 'jaxrl_llm.app.serve.explorer' in words(p) and 'guard.py' not in words(p),
   'worker': is_worker,
   'sandbox': lambda p: 'inside.zygote' in words(p),
-  'trainer': lambda p: 'launch/train.py' in words(p) and 'local.py' not in words(p),
 }
 TROUBLES = {
   'service refuses': [503] * 3,

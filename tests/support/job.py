@@ -158,22 +158,10 @@ def own_programs(workdir: pathlib.Path) -> str:
 
 def start(
   workdir: pathlib.Path, *flags: str, environ: Mapping[str, str] | None = None, **options
-) -> subprocess.Popen | warm.Process:
-  """Starts a job. One process with the usual compiler options is a fork that needs no imports (see
-  `warm`). Any other job is started as usual; for several processes, that is their supervisor.
-  """
-  train, env = command(workdir, *flags, **options), environment() if environ is None else environ
-  return _start(train, env, fork=options.get('processes', 1) == 1)
-
-
-def _start(
-  args: list[str], env: Mapping[str, str], *, fork: bool
-) -> subprocess.Popen | warm.Process:
-  # A fork keeps the XLA flags that its parent has read.
-  if fork and env['XLA_FLAGS'] == programs.CHEAP:
-    return warm.start(args[1:], cwd=ROOT, env=env)
-  pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
-  return subprocess.Popen(args, cwd=ROOT, env=env, start_new_session=True, **pipes)
+) -> warm.Process:
+  """Starts a job. Its processes are forks that need no imports (see `warm`)."""
+  env = environment() if environ is None else environ
+  return warm.start(command(workdir, *flags, **options)[1:], cwd=ROOT, env=env)
 
 
 def train(
@@ -196,13 +184,11 @@ def call(
   code is not `expect`.
   """
   env = environment() if environ is None else environ
-  args = [sys.executable, script, *map(str, arguments)]
-  return _finish(_start(args, env, fork=True), expect, timeout_s=timeout_s)
+  process = warm.start([script, *map(str, arguments)], cwd=ROOT, env=env)
+  return _finish(process, expect, timeout_s=timeout_s)
 
 
-def _finish(
-  process: subprocess.Popen | warm.Process, expect: int, *, timeout_s: float
-) -> subprocess.CompletedProcess:
+def _finish(process: warm.Process, expect: int, *, timeout_s: float) -> subprocess.CompletedProcess:
   try:
     with times.phase('job'):
       out, err = process.communicate(timeout=timeout_s)
@@ -323,7 +309,7 @@ def rows(workdir: pathlib.Path) -> list[dict]:
 
 
 def wait_for_commit(
-  workdir: pathlib.Path, process: subprocess.Popen | warm.Process, *, timeout_s: float = 300
+  workdir: pathlib.Path, process: warm.Process, *, timeout_s: float = 300
 ) -> None:
   """Waits until a commit is complete. Raises AssertionError if the process ends earlier."""
   deadline = time.monotonic() + timeout_s
@@ -349,7 +335,7 @@ def accuracies(workdir: pathlib.Path, taskset: str = 'eval') -> list[tuple[str, 
 def wait_for_rows(
   workdir: pathlib.Path,
   count: int,
-  process: subprocess.Popen | warm.Process,
+  process: warm.Process,
   *,
   timeout_s: float = 300,
 ) -> None:
@@ -368,7 +354,7 @@ def wait_for_rows(
       time.sleep(0.02)
 
 
-def kill(process: subprocess.Popen | warm.Process) -> None:
+def kill(process: warm.Process) -> None:
   """Sends SIGKILL to the program and to everything that it started. It may have ended already."""
   with contextlib.suppress(ProcessLookupError):
     os.killpg(process.pid, signal.SIGKILL)

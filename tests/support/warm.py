@@ -1,11 +1,12 @@
 """Starts Python scripts without their imports, as forks of a process that has imported the same
 modules.
 
-The imports of a job alone take about 7 s of a core. Each test worker has one process that has done
+The imports of a job alone take 4 to 7 s of a core. Each test worker has one process that has done
 them, started at the first call. `start` forks that process, and the fork becomes the script. It has
-its own session, directory, environment, arguments, file descriptors and exit code. Some libraries
-read the environment when they are imported. A script that needs another value of a variable in
-`_FIXED` must therefore be started as usual.
+its own session, directory, environment, arguments, file descriptors and exit code. The Python
+scripts that launch/cluster/local.py starts are forks as well. Some libraries read the environment
+when they are imported. A script that needs another value of a variable in `_FIXED` must therefore
+be started as usual. XLA reads its flags when the first device is used, which is after the fork.
 
 If this module runs as a program (`python tests/support/warm.py SOCKET`), it is that process. SOCKET
 is the inherited descriptor that receives requests.
@@ -14,6 +15,7 @@ is the inherited descriptor that receives requests.
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import functools
 import gc
@@ -27,10 +29,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-_FIXED = ('JAX_PLATFORMS', 'XLA_FLAGS', 'JAX_ENABLE_X64', 'JAX_COMPILATION_CACHE_DIR')
+from paths import ROOT
+
+_FIXED = ('JAX_PLATFORMS', 'JAX_ENABLE_X64', 'JAX_COMPILATION_CACHE_DIR')
 """Names of environment variables that libraries read when they are imported."""
 _MODULES = (
   'jaxrl_llm.app.commands.train',
@@ -39,6 +45,7 @@ _MODULES = (
   'jaxrl_llm.app.offline.replay',
   'reasoning_gym',
 )
+_SUPERVISOR = ROOT / 'launch' / 'cluster' / 'local.py'
 
 
 class Process:
@@ -234,18 +241,77 @@ def _become(request: dict, descriptors: list[int]) -> None:
   for descriptor in descriptors:
     os.close(descriptor)
   os.chdir(request['cwd'])
+  if pathlib.Path(request['args'][0]).resolve() == _SUPERVISOR:
+    subprocess.Popen.__init__ = _forking(subprocess.Popen.__init__, dict(os.environ))
+  _run(request['args'], request['env'])
+
+
+def _run(args: list[str], env: Mapping[str, str]) -> None:
+  """Runs a script in this process, with these arguments and this environment."""
   os.environ.clear()
-  os.environ.update(request['env'])
+  os.environ.update(env)
   tempfile.tempdir = None
-  sys.argv = request['args']
+  sys.argv = args
   sys.orig_argv = [sys.executable, *sys.argv]
   script = sys.argv[0]
-  paths = request['env'].get('PYTHONPATH', '').split(os.pathsep)
+  paths = env.get('PYTHONPATH', '').split(os.pathsep)
   sys.path[:0] = [
     str(pathlib.Path(script).resolve().parent),
     *(path for path in paths if path not in sys.path),
   ]
   runpy.run_path(script, run_name='__main__')
+
+
+def _forking(initialise: Callable[..., None], fixed: Mapping[str, str]) -> Callable[..., None]:
+  """Returns `subprocess.Popen.__init__` for the supervisor of a job: a child that would execute a
+  Python script runs it in the fork instead.
+
+  Args:
+    initialise: the original, which executes any other command.
+    fixed: the environment in which this process has imported its modules.
+  """
+
+  def wrapped(popen: subprocess.Popen, args: Sequence[str], **options: Any) -> None:
+    env, before = options['env'], options['preexec_fn']
+
+    def run() -> None:
+      subprocess.Popen.__init__ = initialise
+      before()
+      _run_to_the_end([*args[1:]], env)
+
+    is_script = args[0] == sys.executable and args[1].endswith('.py')
+    if is_script and all(env.get(name) == fixed.get(name) for name in _FIXED):
+      options['preexec_fn'] = run
+    initialise(popen, args, **options)
+
+  return wrapped
+
+
+def _run_to_the_end(args: list[str], env: Mapping[str, str]) -> None:
+  """Runs a script in a child of `Popen`, which has its standard descriptors and its session. Does
+  what an interpreter does at its start and at its end.
+  """
+  os.closerange(3, os.sysconf('SC_OPEN_MAX'))  # With the last of them closed, `Popen` returns.
+  signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  for stream in (sys.stdout, sys.stderr):
+    stream.reconfigure(line_buffering=True)
+  code = 0
+  try:
+    _run(args, env)
+  except SystemExit as ended:
+    code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    if isinstance(ended.code, str):
+      print(ended.code, file=sys.stderr)
+  except BaseException:
+    sys.excepthook(*sys.exc_info())
+    code = 1
+  threading._shutdown()
+  atexit._run_exitfuncs()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
 
 
 if __name__ == '__main__':

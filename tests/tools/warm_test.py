@@ -4,9 +4,11 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import time
 
 import job
+import psutil
 import pytest
 import warm
 
@@ -86,3 +88,51 @@ def test_what_it_writes_is_read_whatever_its_size(start):
 def test_an_environment_that_counts_at_import_is_refused(start):
   with pytest.raises(ValueError, match='JAX_PLATFORMS'):
     start('facts', JAX_PLATFORMS='cuda')
+
+
+SUPERVISED = """
+import atexit, os, pathlib, sys, threading, time
+rank = os.environ['JAX_PROCESS_ID']
+print(rank, *sys.argv[1:], os.getcwd(), os.getsid(0) == os.getpid())
+print('to stderr', file=sys.stderr)
+if sys.argv[1] == 'wait':
+  pathlib.Path(sys.argv[2], rank).touch()
+  time.sleep(600)
+atexit.register(print, 'at exit', rank)
+threading.Timer(0.2, print, ['thread', rank, 'jax' in sys.modules]).start()
+if sys.argv[1] == 'raise':
+  raise ValueError('of the script')
+sys.exit('in words' if rank == '1' else 0)
+"""
+
+
+def supervised(tmp_path, *arguments):
+  script = tmp_path / 'supervised.py'
+  script.write_text(SUPERVISED)
+  command = ['launch/cluster/local.py', '--processes=2', '--', sys.executable, str(script)]
+  return warm.start([*command, *arguments], cwd=job.ROOT, env=job.environment())
+
+
+@pytest.mark.full
+def test_scripts_of_a_supervisor_are_forks_that_begin_and_end_like_interpreters(tmp_path):
+  out, err = (process := supervised(tmp_path, 'end', 'a b')).communicate(timeout=120)
+  facts = f'end a b {job.ROOT} True'
+  assert {f'[{n}] {line}' for n in (0, 1) for line in (f'{n} {facts}', f'at exit {n}')} <= {
+    *out.splitlines()
+  }
+  assert '[0] thread 0 True' in out and '[1] thread 1 True' in out
+  assert {'[0] to stderr', '[1] to stderr', '[1] in words'} <= {*err.splitlines()}
+  assert process.returncode == 1 and 'local: process 1 ended first, with exit code 1' in err
+  _, err = (process := supervised(tmp_path, 'raise')).communicate(timeout=120)
+  assert process.returncode == 1 and 'ValueError: of the script' in err
+
+
+@pytest.mark.full
+def test_scripts_of_a_supervisor_that_is_killed_die_with_it(tmp_path):
+  process = supervised(tmp_path, 'wait', str(tmp_path))
+  for number in '01':
+    wait_for(tmp_path / number, process)
+  scripts = psutil.Process(process.pid).children()
+  os.kill(process.pid, signal.SIGKILL)
+  assert process.wait(120) == -signal.SIGKILL
+  assert len(scripts) == 2 and psutil.wait_procs(scripts, timeout=120)[1] == []
