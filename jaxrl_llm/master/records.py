@@ -14,8 +14,8 @@ from jaxtyping import Float
 
 from jaxrl_llm.batching.plan import Row
 from jaxrl_llm.core.records.sample import Finish, Role, Sample
-from jaxrl_llm.master.exploring.explorer import SPLIT
 from jaxrl_llm.master.exploring.selection import Experience
+from jaxrl_llm.master.exploring.tally import SPLIT
 from jaxrl_llm.master.mismatch import (
   OVER_BUDGET,
   MismatchConfig,

@@ -34,7 +34,7 @@ from jaxrl_llm.core.errors import UserError, one_line
 from jaxrl_llm.learner.algorithm import Constants
 from jaxrl_llm.learner.state import TrainState, copy_params
 from jaxrl_llm.master.batches import Planner
-from jaxrl_llm.master.exploring.explorer import NothingToLearn
+from jaxrl_llm.master.exploring.endings import NothingToLearn
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.keeper import write_step
 from jaxrl_llm.master.loop import LoopState, pass_over, publish, score_rollouts, take_step

@@ -27,7 +27,7 @@ from jaxrl_llm.master.exploring.started import StartedGroup, StartedGroups, Wait
 from jaxrl_llm.replay import inbox
 from jaxrl_llm.replay.awaited import Awaited
 from jaxrl_llm.replay.index import ReplayStore
-from jaxrl_llm.replay.tables import AWAITED, State
+from jaxrl_llm.replay.tables import State
 from jaxrl_llm.replay.writer import StepWriter
 from jaxrl_llm.rewards.api import combine, drops_group, in_force
 from jaxrl_llm.rewards.pool.pool import ScorerPool
@@ -120,15 +120,6 @@ class Awaiting(Immediate):
       for entry in self._store.live()
       if entry.state == State.AWAITING and entry.group_id.startswith(f'{stage}/')
     }
-
-  def restore(self, uids: Sequence[str], members: list[Experience]) -> Waiting:
-    """Rebuilds a waiting group from the store.
-
-    Args:
-      members: the group's samples with their scores.
-    """
-    record = self._store.derived(uids[:1], AWAITED)[uids[0]]
-    return Waiting(members, Awaited.from_json(record), self._store.entries(uids)[uids[0]].attempt)
 
   async def verdicts(self) -> list[inbox.Given]:
     """Reads the inbox in a thread. Returns the verdicts on all samples that are waiting now."""

@@ -123,7 +123,7 @@ def test_a_group_without_verdicts_in_time_is_dropped_and_counted_and_replaced(
 
   async def main():
     of = exploration(tokenizer, store, max_groups=2)
-    of.explorer._awaiting._clock = lambda: now[0]
+    of.explorer._delayed.awaiting._clock = lambda: now[0]
     async with of.explorer.running():
       of.explorer.advance(0, 0)
       collecting = asyncio.create_task(of.explorer.collect())
@@ -187,11 +187,11 @@ def test_a_complete_group_does_not_join_a_batch_for_which_it_is_too_old(tokenize
       of.explorer.advance(0, 0)
       await until(lambda: len(waiting(store)) == 12)
       judge(store, waiting(store))
-      await until(lambda: of.explorer._counts['awaiting/joined'] == 4)
+      await until(lambda: of.explorer._tally.counts['awaiting/joined'] == 4)
       of.engine._version = exploring.Version(0, 3)
       of.explorer.advance(3, 3)
       await asyncio.sleep(5)
-      assert of.explorer._counts['awaiting/joined'] == 4
+      assert of.explorer._tally.counts['awaiting/joined'] == 4
 
   run(main())
   assert audit(store.directory).reasons['dropped(reward too late)'] == 4

@@ -25,7 +25,7 @@ from jaxrl_llm.core.records.span import Span, joined
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.master.batches import step_rows
 from jaxrl_llm.master.exploring import partial as partials
-from jaxrl_llm.master.exploring.explorer import NothingToLearn
+from jaxrl_llm.master.exploring.endings import NothingToLearn
 from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.partial import PartialConfig
 from jaxrl_llm.master.exploring.runner import GroupOrder, _Hold

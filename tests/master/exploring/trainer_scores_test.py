@@ -7,7 +7,7 @@ import pytest
 from clocks import simulated
 
 from jaxrl_llm.core.records.score import Score, Status
-from jaxrl_llm.master.exploring.explorer import NothingToLearn
+from jaxrl_llm.master.exploring.endings import NothingToLearn
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rewards.api import ByTrainer, RewardsConfig, ScorerConfig, Verdict
