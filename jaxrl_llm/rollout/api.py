@@ -18,7 +18,7 @@ from collections.abc import (
   Iterable,
   Iterator,
 )
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -271,6 +271,15 @@ class Probe:
   """
 
 
+class Comparison(NamedTuple):
+  """Two versions that are compared while weights are published."""
+
+  before: str | None
+  """Token of the version to compare with; None if the next version must be read whole."""
+  token: str
+  """Token of the next version."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SharedWrite:
   """Describes how the processes of the trainer write weights together. Each writes a share."""
@@ -288,6 +297,10 @@ class SharedWrite:
   """Function that sends the engine's decision to the other processes. It is needed only if
   `ShareWriter.awaits_decision` returns True. Call `reports` before and after this function.
   """
+  comparison: Comparison | None = None
+  """Comparison for which the devices keep the bits of the newest version; None if they keep none.
+  If it names a version to compare with, all processes have that version.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -299,7 +312,8 @@ class Weights:
   """(name in the parameter tree, array) pairs. Layers may be stacked or separate. The arrays are of
   NumPy, and valid until `Engine.load` returns; a large array may be split into several consecutive
   pairs along its first axis (see `joined`). For an engine with `EngineSpec.loads_device_arrays`,
-  they are whole arrays of JAX, which the engine may keep.
+  they are whole arrays of JAX, which the engine may keep. If `shares` names a version to compare
+  with, a value may be an array's `weights.deltas.Changes` instead.
   """
   probe: Probe | None = None
   """Probe for an engine whose arithmetic differs from the trainer's. If None, the engine's logprobs
@@ -413,9 +427,13 @@ class ShareWriter(Protocol):
     """
     ...
 
-  def write(
-    self, order: Json, number: int, count: int, leaves: Iterable[tuple[str, np.ndarray]]
-  ) -> Json:
+  def comparison(self, order: Json) -> Comparison | None:
+    """Returns the versions that are compared while the order is carried out, or None if none are.
+    The result names a version to compare with only if this process has the version.
+    """
+    ...
+
+  def write(self, order: Json, number: int, count: int, leaves: Iterable[tuple[str, Any]]) -> Json:
     """Writes the share of process `number`, and returns a report for the engine. Takes all of
     `leaves` even if the share cannot be written, because producing them may need a collective
     operation of all processes.

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,12 @@ from jaxrl_llm.rollout.parts import (
   Cut,
   Leaf,
   Part,
+  ahead,
   in_layer,
   is_stacked,
   stacked_name,
   starts,
+  to_host,
 )
 
 PART_BYTES = 16 << 20
@@ -43,8 +45,6 @@ _OF_LARGEST = 4
 divided by this number, or `PART_BYTES` if that is larger. A part, its shards and the buffers of a
 collective operation together then need no more memory than the largest array.
 """
-_AHEAD = 2
-"""Number of parts that the devices compute and copy ahead of the part in use."""
 
 
 class Gatherer:
@@ -83,13 +83,15 @@ class Gatherer:
         which the devices belong.
     """
     self.on_devices = on_devices
-    self._mesh, self._lora, self._part_bytes = mesh, lora, part_bytes
+    self.mesh, self._lora, self._part_bytes = mesh, lora, part_bytes
+    self._processes = processes
     self._dtype = None if dtype is None else np.dtype(jnp.dtype(dtype))
-    self._several = jax.process_count() > 1 if several is None else several
+    self.is_several = jax.process_count() > 1 if several is None else several
     self._leads = jax.process_index() == 0
     self._on_host = mesh.devices.flat[0].platform == 'cpu'
     self._program = functools.cache(self._build)
-    self._exchange = Exchange.of(mesh, processes)
+    self.exchange = Exchange.of(mesh, processes)
+    """Exchange among the processes; None if they have different numbers of devices in the mesh."""
     self._exchanging = functools.cache(self._build_exchange)
 
   def leaves(
@@ -111,7 +113,7 @@ class Gatherer:
     for part, cut, array in self._computed(params, names):
       if names is not None and part.name not in names:
         continue
-      host = _host(array)
+      host = to_host(array)
       if host.dtype != cut.dtype:
         host = host.view(cut.dtype)
       if not cut.staged:
@@ -136,7 +138,7 @@ class Gatherer:
     Args:
       shares: names in the unrolled tree of the parameters of each process's share.
     """
-    exchange, whole = self._exchange, np.empty(0)
+    exchange, whole = self.exchange, np.empty(0)
     if exchange is None or exchange.count != len(shares):
       yield from self.leaves(params, shares[number])
       return
@@ -169,11 +171,11 @@ class Gatherer:
     if not self.on_devices:
       raise RuntimeError('Gatherer.arrays: built without on_devices')
     for part, cut, array in self._computed(params, ()):
-      yield part.name, self._local(array, cut) if self._several else array
+      yield part.name, self._local(array, cut) if self.is_several else array
 
   def _local(self, bits: Shaped[jax.Array, '*shape'], cut: Cut) -> Shaped[jax.Array, '*shape']:
     """Returns, on the devices of this process, the array whose bits all devices have gathered."""
-    placed = replicated(Mesh(np.array(self._mesh.local_devices), ('local',)))
+    placed = replicated(Mesh(np.array(self.mesh.local_devices), ('local',)))
     shards = [shard.data for shard in bits.addressable_shards]
     local = jax.make_array_from_single_device_arrays(bits.shape, placed, shards)
     return jax.lax.bitcast_convert_type(local, cut.dtype)
@@ -192,6 +194,12 @@ class Gatherer:
         target[filled[name] : filled[name] + array.size] = array.reshape(-1)
         filled[name] += array.size
     return unflatten(host) if self._leads else None
+
+  def of_bits(self) -> Gatherer:
+    """Returns a gatherer for the same processes that leaves the arrays as they are."""
+    return Gatherer(
+      self.mesh, part_bytes=self._part_bytes, several=self.is_several, processes=self._processes
+    )
 
   def take_part(self, params: Params) -> None:
     """Participates in the collective operations of `leaves`. All processes but process 0 call this
@@ -247,7 +255,7 @@ class Gatherer:
           array.copy_to_host_async()
         yield part, cut, array
 
-    yield from _ahead(computed())
+    yield from ahead(computed())
 
   def _exchanged(
     self, params: Params, shares: Sequence[Collection[str]], number: int
@@ -266,23 +274,23 @@ class Gatherer:
           array.copy_to_host_async()
         yield batch, cut, array
 
-    yield from _ahead(computed())
+    yield from ahead(computed())
 
   def _compute(self, part: Part, cut: Cut) -> jax.Array:
     (array, *more) = part.inputs
     untouched = cut.whole and not cut.stacked and not more and array.dtype == cut.dtype
-    if untouched and not self._several and not self.on_devices and self._on_host:
+    if untouched and not self.is_several and not self.on_devices and self._on_host:
       return array
     numbers = (np.int32(part.layer or 0), np.int32(part.group), np.int32(part.start))
     computed = self._program(cut)(part.inputs, *numbers)
-    return computed.addressable_data(0) if self._several and not self.on_devices else computed
+    return computed.addressable_data(0) if self.is_several and not self.on_devices else computed
 
   def _parts(self, params: Params) -> Iterator[tuple[Part, Cut]]:
-    for tensor, cut in self._tensors(params):
+    for tensor, cut in self.tensors(params):
       for group, start, skipped in starts(cut):
         yield tensor._replace(group=group, start=start, skipped=skipped), cut
 
-  def _tensors(self, params: Params, *, exchanged: bool = False) -> Iterator[tuple[Part, Cut]]:
+  def tensors(self, params: Params, *, exchanged: bool = False) -> Iterator[tuple[Part, Cut]]:
     """Yields the first part of each array of the unrolled tree. For `exchanged`, see `_cut`."""
     flat = flatten(params)
     largest = max([0, *(self._layer_bytes(name, leaf) for name, leaf in flat.items())])
@@ -302,26 +310,36 @@ class Gatherer:
   def _batches(
     self, params: Params, shares: Sequence[Collection[str]]
   ) -> Iterator[tuple[Batch, Cut]]:
-    """Yields batches of parts of arrays of the same shape and sharding: layers of one array, or
-    arrays that do not stack layers. Each process gets an array of its share in each round, until no
-    process has one left.
+    """Yields batches of parts; see `rounds`."""
+    for tensors, cut in self.rounds(params, shares, exchanged=True):
+      filling = next(tensor for tensor in tensors if tensor is not None)
+      filled = [tensor or filling for tensor in tensors]
+      inputs = (filling.inputs,) if cut.stacked else tuple(each.inputs for each in filled)
+      names = tuple(None if tensor is None else tensor.name for tensor in tensors)
+      layers = tuple(tensor.layer or 0 for tensor in filled)
+      for group, start, skipped in starts(cut):
+        yield Batch(names, inputs, layers, group, start, skipped), cut
+
+  def rounds(
+    self, params: Params, shares: Sequence[Collection[str]], *, exchanged: bool = False
+  ) -> Iterator[tuple[tuple[Part | None, ...], Cut]]:
+    """Yields, in each round, an array for each process, by their first parts. The arrays have the
+    same shape and sharding: they are layers of one array, or do not stack layers. Each process gets
+    an array of its share in each round, until none is left; then None.
+
+    Args:
+      exchanged: see `_cut`.
     """
     writers = {name: number for number, names in enumerate(shares) for name in names}
     kinds: dict[tuple[str | None, Cut], list[list[Part]]] = {}
-    for tensor, cut in self._tensors(params, exchanged=True):
+    for tensor, cut in self.tensors(params, exchanged=exchanged):
       if tensor.name in writers:
         stack = stacked_name(tensor.name) if cut.stacked else None
         queues = kinds.setdefault((stack, cut), [[] for _ in shares])
         queues[writers[tensor.name]].append(tensor)
     for (_, cut), queues in kinds.items():
       for tensors in itertools.zip_longest(*queues):
-        filling = next(tensor for tensor in tensors if tensor is not None)
-        filled = [tensor or filling for tensor in tensors]
-        inputs = (filling.inputs,) if cut.stacked else tuple(each.inputs for each in filled)
-        names = tuple(None if tensor is None else tensor.name for tensor in tensors)
-        layers = tuple(tensor.layer or 0 for tensor in filled)
-        for group, start, skipped in starts(cut):
-          yield Batch(names, inputs, layers, group, start, skipped), cut
+        yield tensors, cut
 
   def _layer_bytes(self, name: str, leaf: Leaf) -> int:
     """Returns the size in bytes of one layer of the array after its conversion, or 0 if the array
@@ -357,12 +375,12 @@ class Gatherer:
     if nbytes > limit or exchanged:
       over = () if spec is None or spec[0] is None else spec[0]
       axes = [over] if isinstance(over, str) else over
-      groups = math.prod(self._mesh.shape[axis] for axis in axes)
+      groups = math.prod(self.mesh.shape[axis] for axis in axes)
       # The devices gather the same range of rows from all groups at once.
       row_bytes = nbytes // shape[0]
       rows = max(1, min(shape[0] // groups, limit // (row_bytes * groups)))
-      if exchanged and self._exchange.pieces < rows < shape[0] // groups:
-        rows -= rows % self._exchange.pieces
+      if exchanged and self.exchange.pieces < rows < shape[0] // groups:
+        rows -= rows % self.exchange.pieces
     staged = groups > 1 and (in_layer(name) or nbytes <= limit)
     return Cut(shape, dtype, stacked, spec, adapted, groups, rows, staged)
 
@@ -373,7 +391,7 @@ class Gatherer:
 
     def compute(inputs, layer, group, start):
       spec = cut.spec if cut.spec is not None else [None] * len(cut.shape)
-      array = self._cut_out(cut, inputs, layer, None if cut.whole else start)
+      array = self.cut_out(cut, inputs, layer, None if cut.whole else start)
       if cut.whole or cut.staged:
         return array
       # The groups lie on different devices, so a group is selected only after all are gathered.
@@ -381,12 +399,12 @@ class Gatherer:
       return jax.lax.dynamic_index_in_dim(array, group, keepdims=False)
 
     out = None
-    if self._several:
-      out = replicated(self._mesh)
+    if self.is_several:
+      out = replicated(self.mesh)
     elif cut.spec is not None:
       spec = cut.spec if cut.whole else (None, *cut.spec[1:])
       spec = (cut.spec[0], *spec) if cut.staged else spec
-      out = NamedSharding(self._mesh, PartitionSpec(*spec))
+      out = NamedSharding(self.mesh, PartitionSpec(*spec))
     return jax.jit(compute, out_shardings=out)
 
   def _build_exchange(self, cut: Cut) -> Callable[..., jax.Array]:
@@ -397,22 +415,22 @@ class Gatherer:
 
     def compute(inputs, layers, group, start):
       parts = [
-        self._cut_out(cut, inputs[0 if cut.stacked else i], layers[i], start)
-        for i in range(self._exchange.count)
+        self.cut_out(cut, inputs[0 if cut.stacked else i], layers[i], start)
+        for i in range(self.exchange.count)
       ]
       selected = group if cut.groups > 1 and not cut.staged else None
-      return self._exchange.exchange(jnp.stack(parts), spec, selected)
+      return self.exchange.exchange(jnp.stack(parts), spec, selected)
 
-    return jax.jit(compute, out_shardings=self._exchange.sharding(spec))
+    return jax.jit(compute, out_shardings=self.exchange.sharding(spec))
 
   def _constrain(
     self, cut: Cut, x: Shaped[jax.Array, '...'], *spec: Any
   ) -> Shaped[jax.Array, '...']:
     if cut.spec is None:
       return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, PartitionSpec(*spec)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
-  def _cut_out(
+  def cut_out(
     self,
     cut: Cut,
     inputs: Sequence[Shaped[jax.Array, '...']],
@@ -447,40 +465,8 @@ class Gatherer:
     if adapter:
       array = merge_kernel(array, *adapter, self._lora.scale)
     array = array.astype(cut.dtype)
-    if self._several:
+    if self.is_several:
       bits = jnp.dtype(f'uint{8 * cut.dtype.itemsize}')
       array = jax.lax.bitcast_convert_type(array, bits)
     grouped = spec if start is None else (spec[0], None, *spec[1:])
     return self._constrain(cut, array, *grouped)
-
-
-_Described = TypeVar('_Described')
-"""What describes a part, or a batch of parts."""
-
-
-def _ahead(
-  computed: Iterator[tuple[_Described, Cut, jax.Array]],
-) -> Iterator[tuple[_Described, Cut, jax.Array]]:
-  """Yields what `computed` yields, after the devices have begun to compute the next parts."""
-  ahead: collections.deque[tuple[_Described, Cut, jax.Array]] = collections.deque()
-  for item in computed:
-    ahead.append(item)
-    if len(ahead) > _AHEAD:
-      # The devices must not run further ahead, because each part in flight needs memory.
-      jax.block_until_ready(ahead[0][-1])
-      yield ahead.popleft()
-  yield from ahead
-
-
-def _host(array: Shaped[jax.Array, '*shape']) -> Shaped[np.ndarray, '*shape']:
-  """Returns the array on the host. The result may be a view of a device buffer if each of the
-  array's devices holds the whole array.
-  """
-  if array.is_fully_replicated:
-    return np.asarray(array.addressable_data(0))
-  # `np.asarray` would keep the result in memory for as long as the array exists.
-  whole = np.empty(array.shape, array.dtype)
-  for shard in array.addressable_shards:
-    if shard.replica_id == 0:
-      whole[shard.index] = shard.data
-  return whole

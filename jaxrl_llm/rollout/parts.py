@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -111,3 +112,36 @@ def starts(cut: Cut) -> Iterator[tuple[int, int, int]]:
     for start in range(0, cut.length, cut.rows):
       first = max(0, min(start, cut.length - cut.rows))
       yield group, first, start - first
+
+
+_Item = TypeVar('_Item', bound=tuple)
+_AHEAD = 2
+"""Number of parts that the devices compute and copy ahead of the part in use."""
+
+
+def ahead(computed: Iterator[_Item]) -> Iterator[_Item]:
+  """Yields what `computed` yields, after the devices have begun to compute the next parts. The last
+  element of each item contains arrays on the devices.
+  """
+  begun: collections.deque[_Item] = collections.deque()
+  for item in computed:
+    begun.append(item)
+    if len(begun) > _AHEAD:
+      # The devices must not run further ahead, because each part in flight needs memory.
+      jax.block_until_ready(begun[0][-1])
+      yield begun.popleft()
+  yield from begun
+
+
+def to_host(array: Shaped[jax.Array, '*shape']) -> Shaped[np.ndarray, '*shape']:
+  """Returns the array on the host. The result may be a view of a device buffer if each of the
+  array's devices holds the whole array.
+  """
+  if array.is_fully_replicated:
+    return np.asarray(array.addressable_data(0))
+  # `np.asarray` would keep the result in memory for as long as the array exists.
+  whole = np.empty(array.shape, array.dtype)
+  for shard in array.addressable_shards:
+    if shard.replica_id == 0:
+      whole[shard.index] = shard.data
+  return whole

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrl_llm.core.types import Json, Params, Version
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.rollout.api import Engine, SharedWrite, ShareWriter, SharingEngine, Weights
+from jaxrl_llm.rollout.device_image import DeviceImage
 from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
@@ -33,6 +34,7 @@ class Publisher:
     events: Events = SILENT,
     coordinator: Coordinator | None = None,
     writer: ShareWriter | None = None,
+    image: DeviceImage | None = None,
   ):
     """
     Args:
@@ -45,7 +47,10 @@ class Publisher:
       coordinator: coordinator of the job's processes; None if process 0 writes all weights.
       writer: writes shares of the weights in all processes but process 0; None if process 0 writes
         all weights.
+      image: image of the newest version on the devices. With it, versions that are published as
+        deltas are compared there. If None, they are compared on the hosts.
     """
+    self._image = image
     self._coordinator, self._writer = coordinator, writer
     self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
     self._changing, self._events = changing, events
@@ -87,7 +92,7 @@ class Publisher:
     shares = await self._agree_on_shares()
     if shares is not None:
       names = [self._writer.names(number, shares.count) for number in range(shares.count)]
-      leaves = self._gatherer.share(sent, names, jax.process_index())
+      leaves = self._share(sent, names, shares)
     if self._engine is not None:
       if self._gatherer.on_devices:
         leaves = self._gatherer.arrays(sent)
@@ -102,12 +107,29 @@ class Publisher:
     self._events.reply(asked, how='loaded', writers=writers)
     self._served, self._moved = version, moved
 
+  def _share(
+    self, params: Params, names: Sequence[Collection[str]], shares: SharedWrite
+  ) -> Iterable[tuple[str, Any]]:
+    """Returns (name, array or changes) for each parameter of the share of this process.
+
+    Args:
+      names: names of the parameters of each process's share.
+    """
+    number, comparison = jax.process_index(), shares.comparison
+    if self._image is None or comparison is None:
+      return self._gatherer.share(params, names, number)
+    return self._image.share(
+      params, names, number, before=comparison.before, token=comparison.token
+    )
+
   async def _agree_on_shares(self) -> SharedWrite | None:
     """Returns how the processes write the weights together, or None if process 0 writes them alone,
-    because there is only one process, the engine does not share the work, or a process can write
-    nowhere.
+    because there is only one process and no image on its devices, the engine does not share the
+    work, or a process can write nowhere.
     """
-    if self._writer is None or self._coordinator is None or jax.process_count() == 1:
+    if self._writer is None or self._coordinator is None:
+      return None
+    if jax.process_count() == 1 and self._image is None:
       return None
     coordinator = self._coordinator
 
@@ -121,8 +143,13 @@ class Publisher:
     if not coordinator.leads:
       place = jax.process_index(), jax.process_count()
       can = await asyncio.to_thread(self._writer.can_write, order, *place)
-    seen = await coordinator.gather(can)
-    if not all(seen):
+    comparison = None if self._image is None else self._writer.comparison(order)
+    before = None if comparison is None else comparison.before
+    holds = before is not None and before == self._image.holds
+    answers = await coordinator.gather([can, holds])
+    if comparison is not None and not all(holds for _, holds in answers):
+      comparison = comparison._replace(before=None)
+    if not all(can for can, _ in answers):
       # Every process gives up writing shares, for the rest of the run.
       self._writer = None
       return None
@@ -136,11 +163,11 @@ class Publisher:
 
       await coordinator.broadcast(decided())
 
-    return SharedWrite(order=order, count=len(seen), reports=reports, decide=decide)
+    return SharedWrite(
+      order=order, count=len(answers), reports=reports, decide=decide, comparison=comparison
+    )
 
-  async def _write_share(
-    self, shares: SharedWrite, leaves: Iterable[tuple[str, np.ndarray]]
-  ) -> None:
+  async def _write_share(self, shares: SharedWrite, leaves: Iterable[tuple[str, Any]]) -> None:
     number = jax.process_index()
     write = self._writer.write
     report = await self._device.run(write, shares.order, number, shares.count, leaves)

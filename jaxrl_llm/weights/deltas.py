@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Integer, Shaped, UInt8
@@ -23,6 +24,15 @@ GAPS, BITS = '/gaps', '/bits'
 """Suffixes of a tensor's two arrays in the file of a delta."""
 _LONG = 255
 """Value of a byte that adds to a gap without ending it."""
+
+
+class Changes(NamedTuple):
+  """Elements of a tensor whose bits differ from the version before."""
+
+  positions: Int[np.ndarray, 'count']
+  """Increasing positions of the elements in C order."""
+  bits: Integer[np.ndarray, 'count']
+  """New bits of the elements."""
 
 
 def encode_gaps(positions: Int[np.ndarray, 'count'], before: int = -1) -> UInt8[np.ndarray, 'n']:
@@ -126,8 +136,27 @@ class Image:
       name: [] for name in self._layout.offsets
     }
     self._last = dict.fromkeys(self._layout.offsets, -1)
+    self._patched: set[str] = set()
+    """Names of the tensors whose next version is already in the image."""
+
+  def patch(self, name: str, changes: Changes) -> Integer[np.ndarray, 'elements']:
+    """Takes the next version of a tensor by its changes. The image must contain the version before,
+    and the changes must be all that differs from it. `put` ignores the tensor from then on.
+
+    Returns:
+      the bits of the tensor's elements in the image.
+    """
+    start = self._layout.offsets[name]
+    nbytes = self._layout.sizes[name]
+    bits = self.bytes[start : start + nbytes].view(self._dtype)
+    bits[changes.positions] = changes.bits.view(self._dtype)
+    self._patched.add(name)
+    self._collect(name, changes.positions, changes.bits.view(self._dtype))
+    return bits
 
   def put(self, name: str, block: UInt8[np.ndarray, 'bytes'], offset: int) -> None:
+    if name in self._patched:
+      return
     target = self.bytes[offset : offset + len(block)]
     if not self._compares:
       np.copyto(target, block)
@@ -135,15 +164,21 @@ class Image:
     # The header's length is a multiple of 8, so the elements are aligned.
     old, new = target.view(self._dtype), block.view(self._dtype)
     changed = np.flatnonzero(old != new)
-    if not len(changed):
-      return
-    with self._lock:
-      self.changed += len(changed)
     bits = new[changed]
     old[changed] = bits
+    first = (offset - self._layout.offsets[name]) // self._dtype.itemsize
+    self._collect(name, changed + first, bits)
+
+  def _collect(
+    self, name: str, positions: Int[np.ndarray, 'count'], bits: Integer[np.ndarray, 'count']
+  ) -> None:
+    """Counts and collects the next changes of a tensor."""
+    if not len(positions):
+      return
+    with self._lock:
+      self.changed += len(positions)
     if not self._collects or not self.is_smaller:
       return
-    positions = changed + (offset - self._layout.offsets[name]) // self._dtype.itemsize
     gaps = encode_gaps(positions, self._last[name])
     self._last[name] = int(positions[-1])
     with self._lock:

@@ -51,8 +51,10 @@ class FileLayout:
     to = dtype_of(dtype)
     header: dict[str, object] = {'__metadata__': {'format': 'pt'}}
     offsets, end = {}, 0
+    self.sizes = {name: math.prod(shape) * to.itemsize for name, shape in shapes.items()}
+    """Size of each tensor in bytes, keyed by tensor name."""
     for name, shape in shapes.items():
-      offsets[name], end = end, end + math.prod(shape) * to.itemsize
+      offsets[name], end = end, end + self.sizes[name]
       header[name] = {
         'dtype': _CODES[dtype], 'shape': list(shape), 'data_offsets': [offsets[name], end],
       }  # fmt: skip

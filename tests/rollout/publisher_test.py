@@ -110,7 +110,7 @@ def test_arrays_on_devices_are_copies():
   assert name == 'norm/scale'
   np.testing.assert_array_equal(array, np.ones(4))
   with pytest.raises(RuntimeError, match='on_devices'):
-    next(Gatherer(gatherer._mesh).arrays({}))
+    next(Gatherer(gatherer.mesh).arrays({}))
 
 
 def test_each_version_is_sent_once_and_again_after_another_one(mesh):

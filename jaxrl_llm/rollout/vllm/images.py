@@ -7,7 +7,7 @@ earlier version in its order. A process whose image contains another version rep
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.vllm.shares import (
   weights_file,
   write_tensors,
 )
-from jaxrl_llm.weights.deltas import Image
+from jaxrl_llm.weights.deltas import Changes, Image
 from jaxrl_llm.weights.layout import dtype_of
 from jaxrl_llm.weights.safetensors_files import writing
 from jaxrl_llm.weights.tables import entries
@@ -65,31 +65,58 @@ class ShareImage:
     self._layout = share_layout(spec, number, count, dtype)
     whole = FileLayout({entry.hf: entry.shape for entry in entries(spec)}, dtype)
     self._image = Image(self._layout, dtype_of(dtype).itemsize, limit=whole.nbytes)
+    self._by_name = {e.unrolled: e for e in entries(spec) if e.hf in self._layout.offsets}
     self._holds: str | None = None
     """Token of the order by which the version in the image was taken; None if the image contains no
     complete version.
     """
 
-  def take(self, order: ShareOrder, leaves: Iterable[tuple[str, np.ndarray]]) -> ShareReport:
+  def contains(self, token: str | None) -> bool:
+    """Returns whether the image contains the version of the order with this token."""
+    return token is not None and token == self._holds
+
+  def take(
+    self, order: ShareOrder, leaves: Iterable[tuple[str, np.ndarray | Changes]]
+  ) -> ShareReport:
     """Takes the next version into the image. Collects the changed elements if `order` says so and
     the image contains the version to compare with.
+
+    Args:
+      leaves: parameters of the share, each as an array or as its changes. There may be changes only
+        if the image contains the version to compare with.
 
     Raises UserError if the parameters do not match the model.
     """
     # If an error ends this method, the image contains no complete version.
-    holds, self._holds = self._holds, None
-    compares = order.image.before is not None and holds == order.image.before
+    compares = self.contains(order.image.before)
+    self._holds = None
     collects = compares and order.image.collect
     self._image.begin(compare=compares, collect=collects)
     with TensorWriter(self._dtype, order.slices, checksums=order.checksums) as writer:
       writer.pass_to(self._image, self._layout)
-      proof = write_tensors(writer, leaves, self._spec, self._layout.offsets.keys())
+      patched = self._patched(leaves, compares)
+      proof = write_tensors(writer, patched, self._spec, self._layout.offsets.keys())
     self._holds = order.token
     return ShareReport(
       proof=proof,
       changed=self._image.changed if compares else None,
       delta_bytes=self._image.nbytes if collects and self._image.is_smaller else None,
     )
+
+  def _patched(
+    self, leaves: Iterable[tuple[str, np.ndarray | Changes]], compares: bool
+  ) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the parameters as arrays. Those of which only the changes are given are in the image
+    from then on.
+    """
+    dtype = dtype_of(self._dtype)
+    for name, leaf in leaves:
+      if isinstance(leaf, Changes):
+        if not compares:
+          raise RuntimeError(f'{name}: changes of a version that is not in the image')
+        entry = self._by_name[name]
+        leaf = self._image.patch(entry.hf, leaf).view(dtype).reshape(entry.shape)
+      yield name, leaf
 
   def write(self, decision: Decision) -> dict[str, str]:
     """Writes the share, or its changes, and releases the memory of the collected changes. Returns

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 from absl import logging
 
@@ -17,6 +18,7 @@ from jaxrl_llm.core.net.connections import is_loopback
 from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.rollout.api import Comparison
 from jaxrl_llm.rollout.vllm.images import Decision, ShareImage
 from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, describe_file
 from jaxrl_llm.rollout.vllm.pull.server import WeightServer
@@ -92,6 +94,17 @@ class VllmShareWriter:
       port = source.port and source.port + number
       self._server = WeightServer(dataclasses.replace(source, host=host, port=port))
     self._server.open()
+
+  def comparison(self, order: Json) -> Comparison | None:
+    """See `ShareWriter.comparison`. The image of process 0 belongs to its folder, and contains the
+    version that the order names.
+    """
+    asked = ShareOrder.from_json(order)
+    if asked.image is None:
+      return None
+    before = asked.image.before
+    has = jax.process_index() == 0 or (self._image is not None and self._image.contains(before))
+    return Comparison(before if has else None, asked.token)
 
   def names(self, number: int, count: int) -> Collection[str]:
     """Returns the names in the unrolled tree of the parameters that process `number` writes."""

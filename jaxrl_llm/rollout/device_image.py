@@ -1,0 +1,362 @@
+"""Image of the newest published version on the devices. With it, the devices find the elements that
+the next version changes, so that only these leave the devices.
+
+Invariant: what `share` yields, whole or as changes, are the bits in this image. They are computed
+once for each version, by one program for each kind of array. So a copy that follows the image
+equals it, whatever the compiler does with the arithmetic of another program.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Int, Shaped, UInt32
+
+from jaxrl_llm.core.trees import flatten, unflatten
+from jaxrl_llm.core.types import Params
+from jaxrl_llm.parallel.rules import replicated
+from jaxrl_llm.rollout.gatherer import Gatherer
+from jaxrl_llm.rollout.parts import Cut, Leaf, Part, ahead, stacked_name, to_host
+from jaxrl_llm.weights.deltas import Changes
+
+_OF_SHARD = 16
+"""Divisor that determines how many changes of a shard the devices can collect. The changes of an
+array with more are not collected; the array is copied whole. At this limit, the changes have up to
+three eighths of the bytes of an array of 16-bit elements.
+"""
+_SMALL = 4096
+"""Number of elements up to which all elements of a shard may change."""
+_FEWEST = 64
+"""Smallest number of changes of a shard for which room is made in a transfer. Larger numbers are
+rounded up to this one times a power of two, so that few programs are compiled.
+"""
+_WORD = 32
+"""Number of elements whose flags are in one word."""
+
+
+class _Compared(NamedTuple):
+  """Changes of an array, as the devices have collected them."""
+
+  counts: Int[jax.Array, 'shards']
+  """Number of changed elements in each shard. Every device holds all counts."""
+  positions: UInt32[jax.Array, 'shards capacity']
+  """Increasing positions of changed elements within the flat shard. Elements after the number of
+  changes have no meaning.
+  """
+  bits: Shaped[jax.Array, 'shards capacity']
+  """New bits of the changed elements, as unsigned integers."""
+
+
+class DeviceImage:
+  """Bits of the newest version on the devices, sharded as the parameters are."""
+
+  def __init__(self, gatherer: Gatherer):
+    """
+    Args:
+      gatherer: gatherer that converts the parameters for publication.
+    """
+    self._gatherer, self._whole = gatherer, gatherer.of_bits()
+    self._bits: dict[str, jax.Array] = {}
+    """Bits of each array as unsigned integers, keyed by name in the tree of the parameters."""
+    self.holds: str | None = None
+    """Token of the version in the image; None if the image contains no complete version."""
+    self._comparing = functools.cache(self._build_comparing)
+    self._sending = functools.cache(self._build_sending)
+
+  def release(self) -> None:
+    """Frees the device memory of the image. The next version is then copied whole."""
+    self._bits, self.holds = {}, None
+
+  def share(
+    self,
+    params: Params,
+    shares: Sequence[Collection[str]],
+    number: int,
+    *,
+    before: str | None,
+    token: str,
+  ) -> Iterator[tuple[str, np.ndarray | Changes]]:
+    """Takes the next version into the image. Yields (name in the unrolled tree, array or changes)
+    for each parameter of the share of process `number`. Every process must iterate to the end, with
+    its own number, and otherwise the same arguments.
+
+    An array may come in several consecutive parts; see `Gatherer.leaves`. Changes are yielded if
+    the image contains the version `before`, and few elements of the array have changed.
+
+    Args:
+      shares: names in the unrolled tree of the parameters of each process's share.
+      before: token of the version to compare with; None to yield whole arrays.
+      token: token of the next version.
+    """
+    shapes = {name: leaf.shape for name, leaf in flatten(params).items()}
+    compares = before is not None and before == self.holds
+    compares = compares and all(shapes.get(name) == x.shape for name, x in self._bits.items())
+    # If an error or the caller ends this method, the image contains no complete version.
+    self.holds = None
+    dtypes: dict[str, np.dtype] = {}
+    """Data type of each parameter to yield whole, keyed by its name in the unrolled tree."""
+    if compares:
+      for name, cut, changes in self._changes(params, shares, number):
+        if changes is None:
+          dtypes[name] = cut.dtype
+        elif name in shares[number]:
+          yield name, changes
+    else:
+      self._bits = {}
+      for tensors, cut in self._gatherer.rounds(params, shares):
+        for tensor in tensors:
+          if tensor is not None:
+            self._compare(tensor, cut)
+            dtypes[tensor.name] = cut.dtype
+    for name, bits in self._arrays(dtypes, shares, number):
+      yield name, bits.view(dtypes[name])
+    self.holds = token
+
+  def _arrays(
+    self, names: Collection[str], shares: Sequence[Collection[str]], number: int
+  ) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name in the unrolled tree, bits) for each of the given parameters that is in the
+    share of process `number`.
+    """
+    kept = {name if name in self._bits else stacked_name(name) for name in names}
+    if not kept:
+      return
+    bits = unflatten({name: self._bits[name] for name in kept})
+    wanted = [[name for name in share if name in names] for share in shares]
+    if len(shares) == 1:
+      yield from self._whole.leaves(bits, wanted[0])
+    else:
+      yield from self._whole.share(bits, wanted, number)
+
+  def _changes(
+    self, params: Params, shares: Sequence[Collection[str]], number: int
+  ) -> Iterator[tuple[str, Cut, Changes | None]]:
+    """Takes the next version into the image. Yields (name in the unrolled tree, cut, changes) for
+    each parameter of the share of process `number`, and (name, cut, None) for each parameter of any
+    share of which too many elements have changed.
+    """
+
+    def compared() -> Iterator[tuple[tuple[Part | None, ...], Cut, list[_Compared | None]]]:
+      for tensors, cut in self._gatherer.rounds(params, shares):
+        found = [None if tensor is None else self._compare(tensor, cut) for tensor in tensors]
+        yield tensors, cut, found
+
+    def sent():
+      for tensors, cut, found in ahead(compared()):
+        counts = [None if each is None else to_host(each.counts) for each in found]
+        room = self._capacity(cut)
+        fits = [count is not None and count.max() <= room for count in counts]
+        most = max([0, *(int(c.max()) for c, fit in zip(counts, fits, strict=True) if fit)])
+        size = min(room, _FEWEST * 2 ** max(0, math.ceil(math.log2(most / _FEWEST)))) if most else 0
+        array = None
+        if size:
+          filling = found[fits.index(True)]
+          moved = [each if fit else filling for each, fit in zip(found, fits, strict=True)]
+          array = self._sending(self._axes(cut), size)([each[1:] for each in moved])
+          if tensors[number] is not None and fits[number]:
+            array.copy_to_host_async()
+        yield tensors, cut, counts, fits, size, array
+
+    for tensors, cut, counts, fits, size, array in ahead(sent()):
+      for tensor, count, fit in zip(tensors, counts, fits, strict=True):
+        if count is not None and not fit:
+          yield tensor.name, cut, None
+      if tensors[number] is not None and fits[number]:
+        rows = None if array is None else self._received(array, number, len(tensors))
+        yield tensors[number].name, cut, self._joined(cut, counts[number], size, rows)
+
+  def _compare(self, tensor: Part, cut: Cut) -> _Compared:
+    """Takes the next version of an array, or of one of its layers, into the image, and compares it
+    with the version before.
+    """
+    name = stacked_name(tensor.name) if cut.stacked else tensor.name
+    if name not in self._bits:
+      self._bits[name] = self._zeros(tensor.inputs[0], cut)
+    program = self._comparing(cut)
+    self._bits[name], *found = program(tensor.inputs, self._bits[name], np.int32(tensor.layer or 0))
+    compared = _Compared(*found)
+    compared.counts.copy_to_host_async()
+    return compared
+
+  def _zeros(self, leaf: Leaf, cut: Cut) -> jax.Array:
+    return jnp.zeros(leaf.shape, _unsigned(cut), device=self._sharding(cut) or leaf.sharding)
+
+  def _sharding(self, cut: Cut) -> NamedSharding | None:
+    """Returns the sharding of the image's bits; None if an array is on one device."""
+    if cut.spec is None:
+      return None
+    return NamedSharding(self._gatherer.mesh, PartitionSpec(*([None] * cut.stacked), *cut.spec))
+
+  def _axes(self, cut: Cut) -> tuple[str, ...]:
+    """Returns the mesh axes over which an array is sharded. They number the shards."""
+    return tuple(axis for axes in self._axes_of(cut) for axis in axes)
+
+  def _axes_of(self, cut: Cut) -> list[tuple[str, ...]]:
+    """Returns the mesh axes over which each axis of an array is sharded."""
+    spec = [None] * len(cut.shape) if cut.spec is None else cut.spec
+    return [() if x is None else (x,) if isinstance(x, str) else tuple(x) for x in spec]
+
+  def _shards(self, cut: Cut) -> list[int]:
+    """Returns the number of shards along each axis of an array."""
+    mesh = self._gatherer.mesh
+    return [math.prod(mesh.shape[axis] for axis in axes) for axes in self._axes_of(cut)]
+
+  def _capacity(self, cut: Cut) -> int:
+    """Returns the number of changes of a shard that the devices can collect."""
+    elements = math.prod(cut.shape) // math.prod(self._shards(cut))
+    return min(elements, max(_SMALL, elements // _OF_SHARD))
+
+  def _build_comparing(self, cut: Cut) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the program that takes the next version of an array into the image: (inputs, bits of
+    the version before, layer) -> (bits, and the fields of `_Compared`).
+    """
+    mesh, axes = self._gatherer.mesh, self._axes(cut)
+    room, unsigned = self._capacity(cut), _unsigned(cut)
+
+    def compare(new, old):
+      counts, positions, bits = changed_elements(new.reshape(-1), old.reshape(-1), room)
+      return counts[None], positions[None], bits[None]
+
+    if cut.spec is not None:
+      of_shards = PartitionSpec(axes or None)
+      compare = jax.shard_map(
+        compare, mesh=mesh, in_specs=(cut.spec, cut.spec), out_specs=of_shards, check_vma=False
+      )
+
+    def compute(inputs, before, layer):
+      bits = self._gatherer.cut_out(cut, inputs, layer, None)
+      if bits.dtype != unsigned:
+        bits = jax.lax.bitcast_convert_type(bits, unsigned)
+      if not cut.stacked:
+        return bits, *compare(bits, before)
+      old = jax.lax.dynamic_index_in_dim(before, layer, keepdims=False)
+      return jax.lax.dynamic_update_index_in_dim(before, bits, layer, 0), *compare(bits, old)
+
+    if cut.spec is None:
+      return jax.jit(compute, donate_argnums=1)
+    shards = NamedSharding(mesh, of_shards)
+    out = self._sharding(cut), replicated(mesh), shards, shards
+    return jax.jit(compute, donate_argnums=1, out_shardings=out)
+
+  def _build_sending(self, axes: tuple[str, ...], size: int) -> Callable[..., jax.Array]:
+    """Returns the program that sends the changes of an array to each process: (positions, bits) of
+    each process's array -> packed changes (see `_received`).
+
+    Args:
+      axes: mesh axes over which the arrays are sharded.
+      size: number of changes that are sent from each shard.
+    """
+    gatherer = self._gatherer
+
+    def pack(positions, bits):
+      positions, bits = positions[:, :size], bits[:, :size]
+      if bits.dtype.itemsize == 2:
+        halves = positions & 0xFFFF, positions >> 16
+        return jnp.concatenate([*(half.astype(bits.dtype) for half in halves), bits], axis=1)
+      return jnp.concatenate([positions, bits], axis=1)
+
+    def alone(arrays):
+      return jnp.stack([pack(*each) for each in arrays])
+
+    def exchanged(arrays):
+      return gatherer.exchange.exchange(alone(arrays), [axes or None])
+
+    if not gatherer.is_several:
+      return jax.jit(alone)
+    if gatherer.exchange is None:
+      return jax.jit(alone, out_shardings=replicated(gatherer.mesh))
+    return jax.jit(exchanged, out_shardings=gatherer.exchange.sharding([axes]))
+
+  def _received(self, array: jax.Array, number: int, count: int) -> np.ndarray:
+    """Returns the packed changes of the array of process `number` of `count`: one row for each
+    shard. A row has the positions and then the bits; positions in front of 16-bit elements are
+    divided into their lower and their upper halves.
+    """
+    exchange = self._gatherer.exchange
+    if not self._gatherer.is_several or exchange is None:
+      return to_host(array)[number]
+    pieces = [data for _, data in sorted(exchange.received(array, number), key=lambda x: x[0])]
+    return np.concatenate(pieces, axis=1)
+
+  def _joined(self, cut: Cut, counts: np.ndarray, size: int, rows: np.ndarray | None) -> Changes:
+    """Returns the changes of an array, given those of its shards.
+
+    Args:
+      counts: number of changes of each shard.
+      size: number of changes for which each row has room.
+      rows: see `_received`; None if nothing has changed.
+    """
+    unsigned = _unsigned(cut)
+    if rows is None:
+      return Changes(np.empty(0, np.int64), np.empty(0, unsigned))
+    shards = self._shards(cut)
+    shape = [length // parts for length, parts in zip(cut.shape, shards, strict=True)]
+    halves = 4 // unsigned.itemsize
+    positions, bits = [], []
+    for shard, count in enumerate(counts):
+      local = np.zeros(count, np.int64)
+      for half in range(halves):
+        local |= rows[shard, half * size :][:count].astype(np.int64) << 16 * half
+      if shape:
+        at = np.unravel_index(shard, shards)
+        inside = np.unravel_index(local, shape)
+        whole = [i + s * n for i, s, n in zip(inside, at, shape, strict=True)]
+        local = np.ravel_multi_index(whole, cut.shape)
+      positions.append(local)
+      bits.append(rows[shard, halves * size :][:count])
+    joined = Changes(np.concatenate(positions), np.concatenate(bits))
+    if math.prod(shards[1:]) == 1:
+      return joined
+    order = np.argsort(joined.positions)
+    return Changes(joined.positions[order], joined.bits[order])
+
+
+def changed_elements(
+  new: Shaped[jax.Array, 'elements'], old: Shaped[jax.Array, 'elements'], capacity: int
+) -> tuple[Int[jax.Array, ''], UInt32[jax.Array, '{capacity}'], Shaped[jax.Array, '{capacity}']]:
+  """Compares two arrays of integers. Returns the number of different elements and, of the first
+  `capacity` of them, the increasing positions and the elements of `new`. If there are fewer, the
+  remaining positions and elements have no meaning.
+
+  Instead of sorting, the flags of 32 elements are packed into a word. The words are counted, and
+  each output looks up its word and its bit.
+  """
+  words = -(-new.size // _WORD)
+  flags = jnp.pad(new != old, (0, words * _WORD - new.size)).reshape(words, _WORD)
+  packed = jnp.sum(flags.astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32), axis=1)
+  packed = packed.astype(jnp.uint32)
+  ones = jax.lax.population_count(packed).astype(jnp.int32)
+  ends = jnp.cumsum(ones)
+  starts = ends - ones
+  # Each word with flags enters its index where its first output is; the later ones inherit it.
+  slots = jnp.where(ones > 0, starts, capacity)
+  word = jnp.zeros(capacity, jnp.int32).at[slots].set(jnp.arange(words), mode='drop')
+  word = jax.lax.cummax(word)
+  rank = jnp.arange(capacity) - starts[word]
+  positions = word * _WORD + _bit_of_rank(packed[word], rank)
+  return ends[-1], positions.astype(jnp.uint32), new[jnp.minimum(positions, new.size - 1)]
+
+
+def _bit_of_rank(words: UInt32[jax.Array, 'n'], rank: Int[jax.Array, 'n']) -> Int[jax.Array, 'n']:
+  """Returns the index of the (rank + 1)-th set bit of each word."""
+  index = jnp.zeros_like(rank)
+  for width in (16, 8, 4, 2, 1):
+    low = words & jnp.uint32((1 << width) - 1)
+    ones = jax.lax.population_count(low).astype(rank.dtype)
+    is_above = rank >= ones
+    rank = jnp.where(is_above, rank - ones, rank)
+    words = jnp.where(is_above, words >> width, low)
+    index += jnp.where(is_above, width, 0)
+  return index
+
+
+def _unsigned(cut: Cut) -> np.dtype:
+  """Returns the data type of unsigned integers with as many bits as the elements of an array."""
+  return np.dtype(f'u{cut.dtype.itemsize}')

@@ -1,0 +1,224 @@
+"""Versions that are compared on the devices are published as if they were compared on the hosts."""
+
+import asyncio
+import dataclasses
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from parameters import random_params
+from together import Folder
+
+from jaxrl_llm.core.errors import RunError
+from jaxrl_llm.core.trees import flatten, unflatten
+from jaxrl_llm.core.types import Version
+from jaxrl_llm.learner.state import place_params
+from jaxrl_llm.models.api import build_model, stack_layers
+from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.parallel.coordinator import Coordinator
+from jaxrl_llm.parallel.device import DeviceThread
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.parallel.rules import sharding
+from jaxrl_llm.rollout import device_image
+from jaxrl_llm.rollout.device_image import DeviceImage, changed_elements
+from jaxrl_llm.rollout.gatherer import Gatherer
+from jaxrl_llm.rollout.publisher import Publisher
+from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
+from jaxrl_llm.rollout.vllm.publication import read_published
+from jaxrl_llm.rollout.vllm.share_writer import VllmShareWriter
+from jaxrl_llm.weights.deltas import Changes
+from jaxrl_llm.weights.tables import entries
+
+SPEC = tiny('llama', 56, num_hidden_layers=2, tie_word_embeddings=True)
+MIXED = {'data': 2, 'fsdp': 2, 'tensor': 2}
+
+
+@pytest.mark.parametrize('size', [1, 31, 32, 33, 1000])
+@pytest.mark.parametrize('share', [0, 0.02, 0.5, 1])
+def test_changed_elements_are_those_that_numpy_finds(size, share):
+  random = np.random.default_rng(size)
+  old = random.integers(0, 1 << 16, size, np.uint16)
+  new = np.where(random.random(size) < share, old ^ 0x8000, old)
+  wanted = np.flatnonzero(old != new)
+  for capacity in {1, max(1, len(wanted) - 1), max(1, len(wanted)), size}:
+    find = jax.jit(changed_elements, static_argnums=2)
+    count, positions, bits = map(np.asarray, find(new, old, capacity))
+    assert count == len(wanted)
+    np.testing.assert_array_equal(positions[:count], wanted[:capacity])
+    np.testing.assert_array_equal(bits[:count], new[wanted[:capacity]])
+
+
+def version(step, *, share=0.01):
+  """Parameters of which a step changes one in about a hundred, some only in the sign of a zero or
+  of a NaN.
+  """
+  if step == 0:
+    params = random_params(SPEC)
+  else:
+    params, random = version(step - 1, share=share), np.random.default_rng(step)
+    params = jax.tree.map(np.array, params)
+    for leaf in jax.tree.leaves(params):
+      flat = leaf.reshape(-1)
+      flat[random.random(flat.size) < share] *= -2
+  awkward = np.array([0.0, np.nan, np.inf, 1e-40, 1 + 2**-8], np.float32)
+  params['embed']['kernel'][3, :5] = -awkward if step % 2 else awkward
+  params['layers']['1']['mlp']['up']['kernel'][5, -5:] = awkward if step % 2 else -awkward
+  return params
+
+
+SHAPES = {'embed/kernel': (24, 8), 'layers/up/kernel': (4, 16, 8), 'norm/scale': (8,)}
+AXES = {
+  'embed/kernel': ('vocab', 'embed'),
+  'layers/up/kernel': (None, 'mlp', 'embed'),
+  'norm/scale': (None,),
+}
+UNROLLED = {'embed/kernel', 'norm/scale', *(f'layers/{i}/up/kernel' for i in range(4))}
+
+
+def unrolled(arrays):
+  """Bits of the published arrays, keyed by name in the unrolled tree."""
+  bits = {name: array.astype(ml_dtypes.bfloat16).view(np.uint16) for name, array in arrays.items()}
+  stack = bits.pop('layers/up/kernel')
+  return bits | {f'layers/{i}/up/kernel': layer for i, layer in enumerate(stack)}
+
+
+@pytest.mark.parametrize(
+  ('axes', 'processes'),
+  [
+    (MIXED, [0, 0, 1, 1, 2, 2, 3, 3]),
+    (MIXED, [0] * 8),
+    pytest.param({'fsdp': 4, 'tensor': 2}, [0, 1, 1, 0, 0, 1, 1, 0], marks=pytest.mark.full),
+    pytest.param({'fsdp': 8}, [*range(8)], marks=pytest.mark.acceptance),
+    pytest.param({'fsdp': 2, 'tensor': 4}, [0] * 5 + [1] * 3, marks=pytest.mark.full),
+  ],
+  ids=str,
+)
+def test_each_process_gets_the_changes_of_its_share(axes, processes, monkeypatch):
+  """An array of which more changes than the devices collect is copied whole."""
+  monkeypatch.setattr(device_image, '_SMALL', 6)
+  mesh, count = build_mesh(MeshConfig(**axes)), 1 + max(processes)
+  gatherer = Gatherer(mesh, dtype='bfloat16', part_bytes=1, several=count > 1, processes=processes)
+  images = [DeviceImage(gatherer) for _ in range(count)]
+  for image in images[1:]:  # So that programs are compiled once.
+    image._comparing, image._sending, image._whole = (
+      images[0]._comparing, images[0]._sending, images[0]._whole
+    )  # fmt: skip
+  names = sorted(UNROLLED)
+  shares = [set(names[number::count]) for number in range(count)]
+  random, before = np.random.default_rng(0), {}
+  host = {name: random.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+  host['embed/kernel'][3, :4] = [0.0, np.nan, np.inf, 1e-40]
+  for step in range(4):
+    if step:
+      host['embed/kernel'][[3, 17, 23], 0] *= -1
+      host['layers/up/kernel'][[0, 0, 3], [0, 9, 15], [7, 0, 7]] += 1
+      host['layers/up/kernel'][1] *= 2 if step == 2 else 1
+    placed = {
+      name: jax.device_put(array, sharding(mesh, AXES[name], array.shape))
+      for name, array in host.items()
+    }
+    wanted, whole = unrolled(host), set()
+    for number, image in enumerate(images):
+      token = str(step - 1) if step else None
+      received = {}
+      yielded = image.share(unflatten(placed), shares, number, before=token, token=str(step))
+      for name, leaf in yielded:
+        received.setdefault(name, []).append(leaf)
+      assert received.keys() == shares[number]
+      for name, leaves in received.items():
+        if isinstance(leaves[0], Changes):
+          (changes,) = leaves
+          new, old = wanted[name].reshape(-1), before[name].reshape(-1)
+          np.testing.assert_array_equal(changes.positions, np.flatnonzero(new != old), name)
+          np.testing.assert_array_equal(changes.bits, new[changes.positions], name)
+        else:
+          whole.add(name)
+          array = np.concatenate(leaves)
+          assert array.dtype == ml_dtypes.bfloat16
+          np.testing.assert_array_equal(array.view(np.uint16), wanted[name], name)
+      assert image.holds == str(step)
+    assert whole == {0: UNROLLED, 2: {'layers/1/up/kernel'}}.get(step, set())
+    before = wanted
+
+
+def files(root):
+  return {
+    str(path.relative_to(root)): path.read_bytes() for path in root.rglob('*') if path.is_file()
+  }
+
+
+class Interrupted(Folder):
+  """Fails amid the parameters of some versions."""
+
+  fails = ()
+
+  async def load(self, weights):
+    def leaves():
+      for i, leaf in enumerate(weights.leaves):
+        if weights.version.step in self.fails and i == 3:
+          raise RunError('no space')
+        yield leaf
+
+    await super().load(dataclasses.replace(weights, leaves=leaves()))
+
+
+def published(folder, steps, place, *, gatherer, image, fails=(), restarts=()):
+  """Publications of some versions; None for one that fails. A restart loses the device's image."""
+  device = DeviceThread()
+  coordinator = Coordinator(device, on_signal=lambda signum: None)
+  engine = Interrupted(folder, device)
+  engine.fails, made = fails, []
+
+  async def main():
+    for step in steps:
+      if step == 0 or step in restarts:
+        publisher = Publisher(
+          engine,
+          gatherer,
+          device,
+          coordinator=coordinator,
+          writer=VllmShareWriter(folder._spec),
+          image=DeviceImage(gatherer) if image else None,
+        )
+      try:
+        await publisher.publish(place(step), Version(0, step), moved=Version(0, step))
+      except RunError:
+        made.append(None)
+      else:
+        made.append(engine.published[-1])
+
+  asyncio.run(main())
+  device.close()
+  return made
+
+
+def described(publication):
+  """All that is known of a publication, but for its folder."""
+  return repr(publication).replace(str(publication and publication.directory.parent), '')
+
+
+def test_versions_are_those_that_hosts_compare_byte_for_byte(tmp_path):
+  """With versions that fail, and a restart of the trainer's process alone."""
+  mesh = build_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
+  model = build_model(SPEC, ModelOptions(scan_layers=True), mesh)
+  gatherer, made = Gatherer(mesh, dtype='bfloat16'), {}
+  placed = [place_params(model, mesh, stack_layers(version(step))) for step in range(10)]
+  for name in ('hosts', 'devices'):
+    folder = DeltaFolder(tmp_path / name, SPEC, dtype='bfloat16', full_every=4)
+    made[name] = published(
+      folder, range(10), placed.__getitem__, gatherer=gatherer, image=name == 'devices',
+      fails=(6,), restarts=(8,),
+    )  # fmt: skip
+  lengths = [each and len(each.deltas) for each in made['hosts']]
+  assert lengths == [0, 1, 2, 3, 0, 1, None, 0, 1, 2]
+  assert [*map(described, made['hosts'])] == [*map(described, made['devices'])]
+  hosts, devices = files(tmp_path / 'hosts'), files(tmp_path / 'devices')
+  assert hosts.keys() == devices.keys() and len(hosts) > 8
+  for name in hosts:
+    assert hosts[name] == devices[name], name
+  last = dict(flatten(version(9)))
+  for entry in entries(SPEC):
+    read = read_published(made['devices'][-1])[entry.hf]
+    assert read.tobytes() == last[entry.unrolled].astype(ml_dtypes.bfloat16).tobytes()
