@@ -27,7 +27,7 @@ from jaxrl_llm.app.composition.choices import write_choices
 from jaxrl_llm.app.composition.chosen import kept_choices, settle
 from jaxrl_llm.app.composition.engines import engine_setting
 from jaxrl_llm.app.composition.exporting import export_models
-from jaxrl_llm.app.composition.loop_parts import build_parts
+from jaxrl_llm.app.composition.loop_parts import build_parts, image_dtype
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
 from jaxrl_llm.app.composition.resources import Resources, open_resources
 from jaxrl_llm.app.composition.reward_role import build_reward_model
@@ -305,7 +305,7 @@ async def _build(
   reward_model = build_reward_model(config, mesh, model)
   events = SILENT
   if ready:
-    roles = held(stages, model, critic_model(model), mesh, reward_model)
+    roles = held(stages, model, critic_model(model), mesh, reward_model, image_dtype(config))
     Console(highlight=False).print(held_table(mesh, roles))
     limit = config.logging.event_bytes
     events = EventLog(path, attempt=facts.attempt, step=facts.step, max_bytes=limit)

@@ -32,6 +32,10 @@ from jaxrl_llm.runtime.events import Edge
 DIRECTORY = 'offloaded'
 """Directory of offloaded arrays in the run directory."""
 ENGINE, REWARD_MODEL = 'engine', 'reward model'
+PUBLISHED_BITS = 'published bits'
+"""Role of the bits of the newest published version, with which the devices compare the next one.
+They belong to the publisher, which moves them with the policy.
+"""
 
 Residency = Literal['resident', 'offload', 'disk']
 """Location of a role's arrays while no phase computes with them: on the devices, in host memory, or
@@ -51,8 +55,9 @@ class PhasesConfig:
   """
 
   policy: Residency = 'offload'
-  """Location of the policy's parameters, including the frozen base weights if adapters are
-  trained.
+  """Location of the policy's parameters, including the frozen base weights if adapters are trained.
+  With `rollout.vllm.compare='devices'`, the bits of the published version are kept in host memory
+  unless the value is 'resident'.
   """
   optimizer: Residency = 'offload'
   """Location of the policy's optimizer state."""
@@ -138,6 +143,7 @@ def residency_of(config: PhasesConfig, role: str) -> Residency | Literal['destro
   """
   setting = {
     'base': 'policy',
+    PUBLISHED_BITS: 'policy',
     'critic optimizer': 'critic',
     REWARD_MODEL: 'reward_model',
   }.get(role, role)

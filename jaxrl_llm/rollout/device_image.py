@@ -16,11 +16,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Int, Shaped, UInt32
 
 from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Params
+from jaxrl_llm.parallel import memory
 from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.rollout.parts import Cut, Leaf, Part, ahead, stacked_name, to_host
@@ -57,22 +58,22 @@ class _Compared(NamedTuple):
 class DeviceImage:
   """Bits of the newest version on the devices, sharded as the parameters are."""
 
-  def __init__(self, gatherer: Gatherer):
+  def __init__(self, gatherer: Gatherer, *, offload: bool = False):
     """
     Args:
       gatherer: gatherer that converts the parameters for publication.
+      offload: whether the bits are in host memory between publications.
     """
+    self._offload = offload
     self._gatherer, self._whole = gatherer, gatherer.of_bits()
     self._bits: dict[str, jax.Array] = {}
     """Bits of each array as unsigned integers, keyed by name in the tree of the parameters."""
+    self._homes: list[Sharding] = []
+    """Shardings on the devices of the arrays in `_bits`."""
     self.holds: str | None = None
     """Token of the version in the image; None if the image contains no complete version."""
     self._comparing = functools.cache(self._build_comparing)
     self._sending = functools.cache(self._build_sending)
-
-  def release(self) -> None:
-    """Frees the device memory of the image. The next version is then copied whole."""
-    self._bits, self.holds = {}, None
 
   def share(
     self,
@@ -103,6 +104,7 @@ class DeviceImage:
     dtypes: dict[str, np.dtype] = {}
     """Data type of each parameter to yield whole, keyed by its name in the unrolled tree."""
     if compares:
+      self._bits = memory.restored(self._bits, self._homes)
       for name, cut, changes in self._changes(params, shares, number):
         if changes is None:
           dtypes[name] = cut.dtype
@@ -117,6 +119,9 @@ class DeviceImage:
             dtypes[tensor.name] = cut.dtype
     for name, bits in self._arrays(dtypes, shares, number):
       yield name, bits.view(dtypes[name])
+    self._homes = memory.shardings_of(self._bits)
+    if self._offload:
+      self._bits = memory.to_host(self._bits)
     self.holds = token
 
   def _arrays(

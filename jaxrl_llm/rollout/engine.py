@@ -122,3 +122,7 @@ class EngineSpec:
   """Builds what writes shares of the weights in the trainer's other processes, for an engine that
   is a `SharingEngine`. If None, process 0 writes all weights.
   """
+  compares_on_devices: bool = False
+  """Whether the trainer's devices keep the bits of the newest version, and find the elements that
+  the next version changes. If not, `share_writer` compares the versions.
+  """

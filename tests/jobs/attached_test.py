@@ -34,11 +34,19 @@ def check(run):
   assert not serving.published(run).exists()
 
 
-@pytest.mark.parametrize('full_every', [1, pytest.param(3, marks=pytest.mark.acceptance)])
-def test_two_processes_publish_together(tmp_path, full_every):
+@pytest.mark.parametrize(
+  ('full_every', 'compare'),
+  [
+    (1, 'hosts'),
+    pytest.param(3, 'hosts', marks=pytest.mark.acceptance),
+    pytest.param(3, 'devices', marks=pytest.mark.acceptance),
+  ],
+)
+def test_two_processes_publish_together(tmp_path, full_every, compare):
   """The parameters are sharded over both; only process 0 has the servers."""
   with fakes(tmp_path) as flags:
     flags += ('--config.learner.mesh.fsdp=2', f'--config.rollout.vllm.full_every={full_every}')
+    flags += (f'--config.rollout.vllm.compare={compare}',)
     job.train(tmp_path / 'run', *flags, processes=2)
   check(tmp_path / 'run')
   events = [json.loads(line) for line in (tmp_path / 'run' / 'events.jsonl').open()]

@@ -81,7 +81,7 @@ def weights_files(directory):
   return sorted(path.name for path in directory.iterdir() if 'safetensors' in path.name)
 
 
-@pytest.mark.parametrize('kind', ['whole', 'deltas'])
+@pytest.mark.parametrize('kind', ['whole', 'deltas', 'compared'])
 def test_processes_publish_versions_together_whose_bits_are_those_of_one(done, tmp_path, kind):
   folder = (
     PublicationFolder(tmp_path / kind, SPEC, dtype='bfloat16')
@@ -92,10 +92,19 @@ def test_processes_publish_versions_together_whose_bits_are_those_of_one(done, t
     leaves = flatten(params_of(step)).items()
     wanted = described(folder.write(Version(0, step), leaves))
     assert made['files'] == ['weights-1.safetensors', 'weights.safetensors']
-    assert len(made['deltas']) == len(wanted['deltas']) == (step % 3 if kind == 'deltas' else 0)
+    assert len(made['deltas']) == len(wanted['deltas']) == (0 if kind == 'whole' else step % 3)
     for name in ('label', 'digests', 'sent_bytes', 'changed_fraction'):
       assert made[name] == wanted[name], (name, step)
   assert step == 3
+
+
+def test_processes_whose_devices_compare_write_the_same_files(done):
+  hosts, devices = done.folder / 'deltas', done.folder / 'compared'
+  names = {path.relative_to(hosts) for path in hosts.rglob('*') if path.is_file()}
+  assert names == {path.relative_to(devices) for path in devices.rglob('*') if path.is_file()}
+  assert len(names) == 2 * 3 + 2 * 3
+  for name in names:
+    assert (hosts / name).read_bytes() == (devices / name).read_bytes(), name
 
 
 def test_each_process_exports_a_share_and_the_tensors_are_those_of_one(done, alone):

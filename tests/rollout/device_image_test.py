@@ -16,7 +16,7 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.learner.state import place_params
 from jaxrl_llm.models.api import build_model, stack_layers
 from jaxrl_llm.models.families import tiny
-from jaxrl_llm.models.spec import ModelOptions
+from jaxrl_llm.models.spec import LoraConfig, ModelOptions
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
@@ -140,6 +140,38 @@ def test_each_process_gets_the_changes_of_its_share(axes, processes, monkeypatch
           np.testing.assert_array_equal(array.view(np.uint16), wanted[name], name)
       assert image.holds == str(step)
     assert whole == {0: UNROLLED, 2: {'layers/1/up/kernel'}}.get(step, set())
+    before = wanted
+
+
+def test_merged_adapters_change_kernels_and_bits_wait_in_host_memory():
+  """The bits are those that hosts would compare."""
+  mesh, lora = build_mesh(MeshConfig(**MIXED)), LoraConfig(rank=2, alpha=6)
+  random = np.random.default_rng(0)
+  shapes = {'kernel': (4, 16, 8), 'lora_a': (4, 2, 8), 'lora_b': (4, 16, 2)}
+  axes = {'kernel': ('mlp', 'embed'), 'lora_a': (None, 'embed'), 'lora_b': ('mlp', None)}
+  host = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+  gatherer = Gatherer(mesh, lora, dtype='bfloat16')
+  image, names = DeviceImage(gatherer, offload=True), [{f'layers/{i}/up/kernel' for i in range(4)}]
+  before = {}
+  for step in range(3):
+    host['lora_b'][step + 1, 3] += 1e-2
+    params = {
+      name: jax.device_put(array, sharding(mesh, (None, *axes[name]), array.shape))
+      for name, array in host.items()
+    }
+    params, token = {'layers': {'up': params}}, str(step - 1) if step else None
+    received = dict(image.share(params, names, 0, before=token, token=str(step)))
+    wanted = {name: bits.view(np.uint16).reshape(-1) for name, bits in gatherer.leaves(params)}
+    assert received.keys() == wanted.keys() == names[0]
+    for name, new in wanted.items():
+      if step:
+        changed = np.flatnonzero(new != before[name])
+        np.testing.assert_array_equal(received[name].positions, changed)
+        np.testing.assert_array_equal(received[name].bits, new[changed])
+        assert (len(changed) > 0) == (name == f'layers/{step + 1}/up/kernel')
+      else:
+        np.testing.assert_array_equal(received[name].view(np.uint16).reshape(-1), new)
+    assert {bits.sharding.memory_kind for bits in image._bits.values()} == {'pinned_host'}
     before = wanted
 
 

@@ -2,12 +2,13 @@
 
   together.py FOLDER PROCESSES PROCESS PORT
 
-`FOLDER` has the publications in `whole` and `deltas`, and a directory for each export; `killed` is
-the last, which process 1 does not survive. Prints one line of JSON for each: the publications as
-process 0 describes them, what the export returned, or its error.
+`FOLDER` has the publications in `whole`, `deltas` and `compared` (on the devices), and a directory
+for each export; `killed` is the last, which process 1 does not survive. Prints one line of JSON for
+each: the publications as process 0 describes them, what the export returned, or its error.
 """
 
 import asyncio
+import functools
 import json
 import os
 import pathlib
@@ -29,6 +30,7 @@ from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.coordinator import Coordinator
 from jaxrl_llm.parallel.device import DeviceThread, PeerFailed
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.rollout.device_image import DeviceImage
 from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
@@ -110,14 +112,16 @@ async def main(folder, number):
   model = build_model(SPEC, ModelOptions(scan_layers=True), mesh)
   params = place_params(model, mesh, stack_layers(params_of(0)))
 
-  async def publish(name, folder):
+  async def publish(name, folder, *, on_devices=False):
     engine = None if number else Folder(folder(), device)
+    gatherer = Gatherer(mesh, dtype='bfloat16')
     publisher = Publisher(
       engine,
-      Gatherer(mesh, dtype='bfloat16'),
+      gatherer,
       device,
       coordinator=coordinator,
       writer=VllmShareWriter(SPEC),
+      image=DeviceImage(gatherer) if on_devices else None,
     )
     for step in range(4):
       version = Version(0, step)
@@ -153,6 +157,8 @@ async def main(folder, number):
   layout = {'spec': SPEC, 'dtype': 'bfloat16'}
   await publish('whole', lambda: PublicationFolder(folder / 'whole', **layout))
   await publish('deltas', lambda: DeltaFolder(folder / 'deltas', full_every=3, **layout))
+  compared = functools.partial(DeltaFolder, folder / 'compared', full_every=3, **layout)
+  await publish('compared', compared, on_devices=True)
   await export('seen')
   await export('unseen', directory=folder / ('elsewhere' if number else 'unseen'))
   await export('failing')

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.prepare import Prepared
@@ -30,10 +32,17 @@ from jaxrl_llm.master.batches import (
 )
 from jaxrl_llm.master.keeper import RunKeeper, Start
 from jaxrl_llm.master.loop import EnterStage, LoopState, Parts
-from jaxrl_llm.master.phases import RESIDENT, MemoryPhases, Phases
+from jaxrl_llm.master.phases import (
+  PUBLISHED_BITS,
+  RESIDENT,
+  MemoryPhases,
+  Phases,
+  residency_of,
+)
 from jaxrl_llm.master.trainer import Roles, Stage, StageTrainer
 from jaxrl_llm.models import lora
 from jaxrl_llm.rollout.api import Engine, Releasable
+from jaxrl_llm.rollout.device_image import DeviceImage
 from jaxrl_llm.rollout.embedded.engine import EmbeddedEngine
 from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.rollout.probe import Prober
@@ -42,17 +51,31 @@ from jaxrl_llm.runtime import goodput
 from jaxrl_llm.runtime.profiler import Profiler
 
 
+def image_dtype(config: Config) -> np.dtype | None:
+  """Returns the data type of the bits of the newest version that the devices keep to compare the
+  next version with; None if they keep none.
+  """
+  if not config.rollout.engine_spec().compares_on_devices:
+    return None
+  return np.dtype(jnp.dtype(_published_dtype(config) or config.policy.param_dtype))
+
+
+def _published_dtype(config: Config) -> str | None:
+  """Returns the data type to which weights are converted; None if they keep theirs."""
+  spec = config.rollout.engine_spec()
+  return policy_options(config).dtype if spec.dtype == 'policy' else spec.dtype
+
+
 def build_gatherer(config: Config, mesh: Mesh, *, several: bool | None = None) -> Gatherer:
   """Builds the gatherer that copies the policy's weights for the engine. For `several`, see
   `Gatherer`.
   """
   spec = config.rollout.engine_spec()
   merges = config.policy.lora is not None and not spec.adapters
-  dtype = policy_options(config).dtype if spec.dtype == 'policy' else spec.dtype
   return Gatherer(
     mesh,
     config.policy.lora if merges else None,
-    dtype=dtype,
+    dtype=_published_dtype(config),
     several=several,
     on_devices=spec.loads_device_arrays,
   )
@@ -63,9 +86,14 @@ def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
   config, model, process = setup.config, setup.model, setup.process
   spec = config.rollout.engine_spec()
   apart = config.policy.lora is not None and spec.adapters
+  gatherer, image = build_gatherer(config, process.mesh), None
+  if spec.compares_on_devices:
+    phases = config.phases
+    moves = phases is not None and residency_of(phases, PUBLISHED_BITS) != 'resident'
+    image = DeviceImage(gatherer, offload=moves)
   return Publisher(
     engine,
-    build_gatherer(config, process.mesh),
+    gatherer,
     process.device,
     prober=Prober(model, process.mesh, max_length=config.rollout.max_length)
     if spec.served
@@ -76,6 +104,7 @@ def build_publisher(setup: Setup, engine: Engine | None) -> Publisher:
     events=process.events,
     coordinator=process.coordinator,
     writer=None if spec.share_writer is None else spec.share_writer(model.spec),
+    image=image,
   )
 
 

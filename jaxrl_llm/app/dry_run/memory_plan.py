@@ -19,6 +19,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.automatic import PLANNED, open_fields, with_named
+from jaxrl_llm.app.composition.loop_parts import image_dtype
 from jaxrl_llm.app.composition.reward_role import build_reward_model
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import critic_model
@@ -238,7 +239,8 @@ def measure(
   """
   stages, model = build(config, target, options)
   critic = critic_model(model)
-  roles = held(stages, model, critic, target.mesh, build_reward_model(config, target.mesh, model))
+  reward_model = build_reward_model(config, target.mesh, model)
+  roles = held(stages, model, critic, target.mesh, reward_model, image_dtype(config))
   sizes = {role.role: role.per_device for role in roles} | {'engine': target.engine_bytes}
   if config.phases is not None:
     sizes = planned(config.phases, roles, target.engine_bytes)[Phase.TRAIN]

@@ -25,6 +25,7 @@ from jaxrl_llm.app.composition.automatic import (
 )
 from jaxrl_llm.app.composition.chosen import settle
 from jaxrl_llm.app.composition.engines import engine_setting
+from jaxrl_llm.app.composition.loop_parts import image_dtype
 from jaxrl_llm.app.composition.prepare import Prepared, prepare
 from jaxrl_llm.app.composition.reward_role import TrainerRewardModel, build_reward_model
 from jaxrl_llm.app.composition.scorers import build_scorers
@@ -80,7 +81,9 @@ class RunPlan:
   @property
   def held(self) -> list[Held]:
     """Memory of each role (`programs.held`)."""
-    return held(self.stages, self.model, self.critic, self.mesh, self.reward_model)
+    return held(
+      self.stages, self.model, self.critic, self.mesh, self.reward_model, image_dtype(self.config)
+    )
 
   @property
   def phases(self) -> dict[Phase, dict[str, int]] | None:

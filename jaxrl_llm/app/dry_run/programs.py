@@ -22,7 +22,7 @@ from jaxrl_llm.learner.algorithm import Loss
 from jaxrl_llm.learner.forward import build_score
 from jaxrl_llm.learner.state import TrainState, abstract_base, abstract_state, param_shardings
 from jaxrl_llm.learner.update import build_update
-from jaxrl_llm.master.phases import REWARD_MODEL
+from jaxrl_llm.master.phases import PUBLISHED_BITS, REWARD_MODEL
 from jaxrl_llm.master.trainer import Optimization, Stage, value_pass
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
@@ -175,12 +175,14 @@ def held(
   critic: Model,
   mesh: Mesh,
   reward_model: TrainerRewardModel | None = None,
+  image: np.dtype | None = None,
 ) -> list[Held]:
   """Returns, for each role, the maximum of its memory over the stages. Gradients, which exist only
   during an update, and the host copy of a commit count as roles of their own.
 
   Args:
     reward_model: reward model of the trainer; None if it has none.
+    image: data type of the published version's bits that the devices keep; None if they keep none.
   """
   largest: dict[str, Held] = {}
 
@@ -217,6 +219,9 @@ def held(
     add_size(Held('commit in flight', whole, 0, per_device + offloaded))
   if reward_model is not None:
     add(REWARD_MODEL, abstract_params(reward_model.model, mesh))
+  if image is not None:
+    params = abstract_base(model, mesh) or abstract_params(model, mesh)
+    add(PUBLISHED_BITS, jax.tree.map(lambda x: x.update(dtype=image), params))
   return list(largest.values())
 
 

@@ -162,6 +162,13 @@ class VllmConfig:
   1, every version is published as whole weights. Deltas require lora='merged', and 'files' or
   'pull' as `transfer`.
   """
+  compare: Literal['hosts', 'devices'] = 'hosts'
+  """Place where versions are compared to find the changed elements of a delta. With 'hosts', each
+  version is copied whole to the hosts of the trainer's processes. With 'devices', the trainer's
+  devices keep the bits of the newest version (2 bytes per bfloat16 parameter, sharded as the policy
+  is), and only the changed elements are copied, unless more than a sixteenth of an array has
+  changed. The published files are the same. 'devices' requires `full_every` above 1.
+  """
   transfer_deadline_s: float = 600.0
   """Maximum seconds for a server to load a version."""
   start_deadline_s: float = 900.0
@@ -227,6 +234,12 @@ class VllmConfig:
       raise UserError(
         f'rollout.vllm.full_every: {self.full_every}, wanted 1: no deltas are published with '
         f'rollout.vllm.{other}'
+      )
+    if self.compare == 'devices' and self.full_every == 1:
+      raise UserError(
+        "rollout.vllm.compare: 'devices' compares the versions for deltas, but "
+        'rollout.vllm.full_every is 1, so none are published; raise full_every, or set compare to '
+        'hosts'
       )
     if self.transfer == 'nccl' and self.sender_device in ','.join(self.devices).split(','):
       raise UserError(

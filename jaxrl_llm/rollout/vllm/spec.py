@@ -59,6 +59,7 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
         'transfer',
         'source',
         'full_every',
+        'compare',
         'max_in_flight',
         'stream',
       ),
@@ -74,6 +75,7 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
     unsupported=config.unsupported,
     commands=lambda setting: _lines(config, setting),
     share_writer=VllmShareWriter,
+    compares_on_devices=config.compare == 'devices',
   )
 
 

@@ -5,11 +5,14 @@ import dataclasses
 import pytest
 
 from jaxrl_llm.api import load_config
-from jaxrl_llm.app.composition.stages import build_stages, policy_options
+from jaxrl_llm.app.composition.loop_parts import image_dtype
+from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
 from jaxrl_llm.app.composition.state import critic_model
 from jaxrl_llm.app.dry_run import programs
+from jaxrl_llm.app.dry_run.phases import planned
 from jaxrl_llm.app.dry_run.programs import held, stage_programs
 from jaxrl_llm.learner.update import build_update
+from jaxrl_llm.master.phases import PhasesConfig
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
@@ -40,6 +43,25 @@ def test_an_offloaded_optimizer_is_in_host_memory_for_policy_and_critic():
     assert role.per_device == 0
     assert 0 <= role.whole - sum(part.whole for part in parts) < 100
     assert 0 <= role.offloaded - sum(part.per_device for part in parts) < 100
+
+
+def test_the_bits_of_the_published_version_are_a_role_of_the_size_of_their_data_type():
+  """With adapters, of the base weights into which they are merged."""
+  for overrides, whole in (({}, 'policy'), ({'policy.lora': {'rank': 2}}, 'base')):
+    vllm = {'engine': 'vllm', 'vllm': {'full_every': 9, 'compare': 'devices', 'dtype': 'bfloat16'}}
+    config = load_config('grpo', overrides | {f'rollout.{key}': v for key, v in vllm.items()})
+    mesh = build_mesh(MeshConfig(fsdp=2, data=None))
+    stages = build_stages(config, mesh, 64, {'sft': [8] * 200})
+    model = build_model(model_spec(config, tiny('qwen2', 64)), policy_options(config), mesh)
+    args = stages, model, critic_model(model), mesh, None
+    roles = {role.role: role for role in held(*args, image_dtype(config))}
+    bits, params = roles['published bits'], roles[whole]
+    assert (2 * bits.whole, 2 * bits.per_device) == (params.whole, params.per_device)
+    assert 'published bits' not in {role.role for role in held(*args)}
+    phases = planned(PhasesConfig(), [*roles.values()], 0)
+    assert not any('published bits' in sizes for sizes in phases.values())
+    phases = planned(PhasesConfig(policy='resident'), [*roles.values()], 0)
+    assert all('published bits' in sizes for sizes in phases.values())
 
 
 def test_the_update_is_compiled_as_the_run_compiles_it(monkeypatch):

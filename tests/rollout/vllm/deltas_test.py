@@ -451,6 +451,7 @@ def test_a_server_whose_workers_disagree_about_a_delta_stays_paused_until_whole_
   [
     ({'full_every': 0}, 'rollout.vllm.full_every: 0, wanted at least 1'),
     ({'full_every': 2, 'transfer': 'nccl'}, 'no deltas are published with .*transfer=nccl'),
+    ({'compare': 'devices'}, "compare: 'devices' .*full_every is 1"),
     ({'full_every': 2, 'lora': 'adapter'}, 'no deltas are published with .*lora=adapter'),
   ],
 )
