@@ -1,10 +1,10 @@
 """Growth of a long run: memory, threads, open files, and the sizes of its files by kind.
 
-  .venv/bin/python benchmarks/long_run.py [--steps=10000] [--every=1000] [--folder=DIRECTORY] [FLAG]
+  .venv/bin/python benchmarks/long_run.py [--steps=N] [--every=N] [--folder=DIRECTORY] [-- FLAG]
 
 Trains the quickstart's task with a policy of one layer, four groups of four to a batch. Prints a
 line after every `--every` steps, and at the end the bytes per million tokens of each kind of file,
-over the second half of the run. Further arguments are flags of `jaxrl train`.
+over the second half of the run. Arguments after `--` are flags of `jaxrl train`.
 """
 
 import json
