@@ -94,6 +94,12 @@ class PolicyConfig:
   'pallas_gpu' (JAX's Triton kernel) are GPU kernels. 'auto' chooses by platform and length. On
   GPUs, it is the first of these kernels that passes a check when the run starts, else 'blockwise'.
   """
+  sequence_shards: Literal['auto', 'balanced', 'consecutive'] = 'auto'
+  """Tokens of a chunk that each device holds if `learner.mesh.sequence` is above 1. With
+  'consecutive', they follow one another, and the last device computes most of the attention. With
+  'balanced', they are an early and a late piece of the chunk, if attention skips unseen blocks
+  ('blockwise' and 'splash') and the pieces are equally long. 'auto' is 'balanced'.
+  """
   lora: LoraConfig | None = None
   """LoRA adapters to train in all stages. The other weights are frozen. If None, the whole model is
   trained.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,14 @@ from jaxrl_llm.ops.attention import (
   choose,
   unsupported,
 )
-from jaxrl_llm.ops.fused import fill, run_splash, splash_kernel, splash_length
+from jaxrl_llm.ops.fused import fill
 from jaxrl_llm.ops.places import Places
 from jaxrl_llm.ops.self_check import Trial, first_correct
+from jaxrl_llm.ops.splash import run_splash, splash_kernel, splash_length
+from jaxrl_llm.parallel.balance import in_natural_order, pieces
 from jaxrl_llm.parallel.mesh import SEQUENCE
 from jaxrl_llm.parallel.rules import RULES, sharding
+from jaxrl_llm.parallel.topology import chip_of
 
 QUERIES, KEYS = ('batch', 'time', 'heads', None), ('batch', None, 'kv_heads', None)
 """Logical axes of queries, and of keys and values. The time axis of keys and values is not sharded,
@@ -53,6 +56,8 @@ def chosen(
     same_tokens=same_tokens,
     dtype=options.dtype,
     shards=1 if mesh is None else mesh.shape[SEQUENCE],
+    may_balance=options.sequence_shards != 'consecutive',
+    peak_flops=_peak_flops(mesh),
   )
 
 
@@ -62,6 +67,15 @@ def platform_of(mesh: Mesh | None) -> str:
   """
   platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
   return 'gpu' if platform in ('cuda', 'rocm') else platform
+
+
+def _peak_flops(mesh: Mesh | None) -> float | None:
+  """Returns the bfloat16 operations per second of a device of the mesh, or of the default device if
+  there is no mesh; None if its kind is unknown.
+  """
+  device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+  chip = chip_of(device.device_kind)
+  return None if chip is None else chip.peak_flops
 
 
 class Proven(NamedTuple):
@@ -145,6 +159,9 @@ def sharded_attention(
 ) -> Float[Array, 'batch time heads head_dim']:
   """Computes `attention` on each device's shard. Masked attention is instead partitioned by the
   compiler.
+
+  With balanced shards (`Choice.is_balanced`), all arguments and the result are in the balanced
+  order of `parallel.balance`, and `of_queries` must be the same object as `of_keys`.
   """
   rule = dict(window=window, softcap=softcap, interpret=interpret)
   compute = functools.partial(
@@ -153,7 +170,7 @@ def sharded_attention(
   if mesh is None or choice.implementation == 'masked':
     return compute(query, key, value, of_queries, of_keys)
   if choice.implementation == 'splash':
-    return _sharded_splash(query, key, value, of_queries, mesh, **rule)
+    return _sharded_splash(query, key, value, of_queries, choice, mesh, **rule)
   same_tokens = of_queries is of_keys and mesh.shape[SEQUENCE] == 1
 
   def local(query, key, value, of_queries, of_keys):
@@ -161,24 +178,36 @@ def sharded_attention(
     # `of_queries` and `of_keys`. With a sharded time axis, a device has the keys of all tokens but
     # the queries of only some.
     of_keys = of_queries if same_tokens else of_keys
+    if choice.is_balanced:
+      key, value, of_keys = _natural((key, value, of_keys), mesh)
     return compute(query, key, value, of_queries, of_keys)
 
   return _over(mesh, local, query, key, value, of_queries, of_keys)
 
 
-def _sharded_splash(query, key, value, places: Places, mesh: Mesh, **rule) -> Array:
+def _natural(tree: Any, mesh: Mesh) -> Any:
+  """Permutes arrays with whole rows from balanced to natural order."""
+  return jax.tree.map(lambda x: in_natural_order(x, mesh.shape[SEQUENCE]), tree)
+
+
+def _sharded_splash(query, key, value, places: Places, choice: Choice, mesh: Mesh, **rule) -> Array:
   """Runs splash attention over the mesh. The kernel contains a list of blocks to visit. The kernel
   is passed as a sharded argument, so that each device gets the blocks of its own queries.
   """
   time, shards = query.shape[1], mesh.shape[SEQUENCE]
-  length = splash_length(time, shards=shards)
+  block = choice.block
+  length = time if choice.is_balanced else splash_length(time, block=block, shards=shards)
   query, key, value = (fill(x, length) for x in (query, key, value))
   places = jax.tree.map(lambda x: fill(x, length), places)
-  kernel = splash_kernel(length, shards=shards, **rule)
+  order = pieces(shards) if choice.is_balanced else None
+  kernel = splash_kernel(length, block=block, shards=shards, order=order, **rule)
   spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, RULES['time'])))
 
   def local(query, key, value, of_queries, of_keys, kernel):
-    return run_splash(kernel, query, key, value, of_queries.segment_ids, of_keys.segment_ids)
+    if choice.is_balanced:
+      key, value, of_keys = _natural((key, value, of_keys), mesh)
+    ids = of_queries.segment_ids, of_keys.segment_ids
+    return run_splash(kernel, query, key, value, *ids, block=block)
 
   return _over(mesh, local, query, key, value, places, places, (kernel, spec))[:, :time]
 

@@ -16,12 +16,14 @@ from flax import linen as nn
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.cache import Cache
 from jaxrl_llm.models.heads import head_size, is_tied
 from jaxrl_llm.models.layers import LAYER_INPUT, PRODUCT, Context, Layer, RMSNorm, cut
 from jaxrl_llm.models.rotary import inverse_frequencies, rotation
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.places import Places
+from jaxrl_llm.parallel.balance import exchanged, in_balanced_order
 from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
@@ -123,6 +125,18 @@ class Decoder(nn.Module):
     # Flatten the tokens of all rows into one dimension unless the time axis is sharded over
     # devices.
     flat = self.mesh is None or self.mesh.shape[SEQUENCE] == 1
+    time = tokens.shape[-1]
+    balanced = (
+      not flat
+      and cache is None
+      and chosen(options, self.mesh, time=time, keys=time, same_tokens=True).is_balanced
+    )
+    if balanced:
+      # Everything that depends on neighbouring tokens is computed before or after the decoder, in
+      # the natural order.
+      tokens, places = jax.tree.map(
+        lambda x: in_balanced_order(x, self.mesh.shape[SEQUENCE]), (tokens, places)
+      )
     context = Context(rotation(places.positions, frequencies, dtype=dtype), places)
     x = table(spec.vocab_size, name='embed')()[tokens.reshape(-1) if flat else tokens].astype(dtype)
     x = cut(x, self.mesh)
@@ -133,4 +147,6 @@ class Decoder(nn.Module):
       # This call only creates the head's parameter in `init`. Callers multiply hidden states by
       # this parameter themselves.
       table(head_size(spec), name='head')()
+    if balanced:
+      x = exchanged(cut(x, self.mesh), self.mesh)
     return x.reshape(*tokens.shape, spec.hidden_size), cache

@@ -165,6 +165,11 @@ class ModelOptions:
     'auto'
   )
   """Attention implementation. 'auto' chooses by platform and length, see `ops.attention.choose`."""
+  sequence_shards: Literal['balanced', 'consecutive'] = 'balanced'
+  """Tokens of a row that each device holds between embedding and head if the time axis is sharded.
+  With 'consecutive', they follow one another. With 'balanced', they are an early and a late piece
+  of the row, if that balances the work of attention (`Choice.is_balanced`).
+  """
   dtype: str = 'float32'
   """Dtype of activations and KV cache. Statistics (softmax, norms, rotary embedding) are computed
   in at least float32.

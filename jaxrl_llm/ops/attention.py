@@ -19,14 +19,13 @@ from jaxrl_llm.ops.blockwise import BLOCK, blockwise
 from jaxrl_llm.ops.fused import (
   cudnn,
   pallas_gpu,
-  splash,
   tokamax,
   why_not_cudnn,
   why_not_pallas_gpu,
-  why_not_splash,
   why_not_tokamax,
 )
 from jaxrl_llm.ops.places import FLOOR, MASKED, Places, visible
+from jaxrl_llm.ops.splash import MULTIPLE, splash, splash_block, why_not_splash
 
 Implementation = Literal['masked', 'blockwise', 'splash', 'cudnn', 'tokamax', 'pallas_gpu']
 SHARES_PREFIXES: frozenset[Implementation] = frozenset({'masked', 'blockwise'})
@@ -38,6 +37,10 @@ KERNELS: Mapping[str, tuple[Implementation, ...]] = {
 """Fused kernels of each platform that has any, in the order in which they are tried."""
 CHECKED = frozenset({'gpu'})
 """Platforms whose kernels are used only after a check on the devices of the run (`self_check`)."""
+SKIP_BLOCKS: frozenset[Implementation] = frozenset({'blockwise', 'splash'})
+"""Implementations that skip blocks of keys that no query of a block sees. Only with these does the
+work of a device depend on which queries it has.
+"""
 MASKED_SCORES = 256 * 256
 """Number of scores per head (queries × keys of a row) up to which masked attention is as fast as
 blockwise attention on a CPU. At 512 × 512, blockwise attention takes at most a third of the time of
@@ -49,8 +52,12 @@ class Choice(NamedTuple):
   implementation: Implementation
   reason: str
   block: int
-  """Block size in tokens for blockwise attention. On a CPU, blocks are small enough to fit in the
-  caches. On other platforms, they are large enough to hide the fixed cost per block.
+  """Block size in tokens, for blockwise and splash attention. On a CPU, blocks are small enough to
+  fit in the caches. On other platforms, they are large enough to hide the fixed cost per block.
+  """
+  is_balanced: bool = False
+  """Whether each shard of the queries' time axis has an early and a late piece of every row, as
+  `parallel.balance` describes, instead of consecutive tokens.
   """
 
 
@@ -73,6 +80,8 @@ def choose(
   window: int | None = None,
   softcap: float | None = None,
   shards: int = 1,
+  may_balance: bool = True,
+  peak_flops: float | None = None,
 ) -> Choice:
   """Chooses the implementation of an attention. The result includes the reason for the choice.
 
@@ -90,31 +99,81 @@ def choose(
     same_tokens: whether queries and keys belong to the same tokens.
     dtype: dtype of queries, keys and values.
     shards: number of shards of the queries' time axis.
+    may_balance: whether the shards may be balanced. They are if the implementation skips blocks
+      and the pieces of a row have equal lengths.
+    peak_flops: bfloat16 operations per second of a TPU, which determine the block size of splash
+      attention; None if unknown.
 
   Raises:
     UserError: the configured kernel does not run on the platform, or does not support these inputs.
   """
-  block = 128 if platform == 'cpu' else 512
+  rule = dict(time=time, keys=keys, dtype=dtype, window=window, softcap=softcap, shards=shards)
   if asked in ('masked', 'blockwise'):
-    return Choice(asked, 'as configured', block)
+    implementation, reason = asked, 'as configured'
+  else:
+    implementation, reason = _kernel(asked, platform, same_tokens, rule)
+  if implementation is None:
+    implementation = 'masked' if time * keys <= MASKED_SCORES else 'blockwise'
+  block = 128 if platform == 'cpu' else 512
+  is_balanced = False
+  if shards > 1 and same_tokens and implementation in SKIP_BLOCKS:
+    why = _why_not_balanced(implementation, time, shards) if may_balance else 'as configured'
+    is_balanced = why is None
+    reason += '; balanced shards' if is_balanced else f'; consecutive shards: {why}'
+  parts = 2 * shards if is_balanced else shards
+  if implementation == 'splash':
+    block = splash_block(time, shards=parts, peak_flops=peak_flops, is_exact=is_balanced)
+  elif is_balanced:
+    block = _dividing(time // parts, block)
+  return Choice(implementation, reason, block, is_balanced)
+
+
+def _why_not_balanced(implementation: Implementation, time: int, shards: int) -> str | None:
+  """Returns why rows of `time` tokens cannot be cut into two equal pieces per shard; None if they
+  can. Pieces for splash attention must consist of whole blocks.
+  """
+  multiple = 2 * shards * (MULTIPLE if implementation == 'splash' else 1)
+  return f'{time} tokens are no multiple of {multiple}' if time % multiple else None
+
+
+def _kernel(
+  asked: Implementation | Literal['auto'],
+  platform: str,
+  same_tokens: bool,
+  rule: Mapping[str, Any],
+) -> tuple[Implementation | None, str]:
+  """Returns the fused kernel, or None if there is none to be used, and the reason.
+
+  Args:
+    asked: a kernel or 'auto'. This and the following arguments are those of `choose`.
+    rule: arguments of `unsupported`.
+
+  Raises:
+    UserError: the configured kernel does not run on the platform, or does not support these inputs.
+  """
   kernels = KERNELS.get(platform, ())
   if same_tokens and is_absent(asked, platform):
     raise UserError(
       f'policy.attention: {asked} does not run on this platform ({platform}); choose auto'
     )
-  reason = f'{time} × {keys} scores on {platform}'
-  if same_tokens and (asked != 'auto' or (kernels and platform not in CHECKED)):
-    kernel = kernels[0] if asked == 'auto' else asked
-    rule = dict(time=time, keys=keys, dtype=dtype, window=window, softcap=softcap, shards=shards)
-    why_not = unsupported(kernel, **rule)
-    if why_not and asked != 'auto':
-      raise UserError(f'policy.attention: {why_not}; choose auto')
-    if not why_not:
-      how = 'as configured' if asked != 'auto' else f'the kernel of {platform}'
-      return Choice(kernel, how, block)
-    reason = why_not
-  few = time * keys <= MASKED_SCORES
-  return Choice('masked' if few else 'blockwise', reason, block)
+  is_open = asked == 'auto' and (not kernels or platform in CHECKED)
+  if not same_tokens or is_open:
+    return None, f'{rule["time"]} × {rule["keys"]} scores on {platform}'
+  kernel = kernels[0] if asked == 'auto' else asked
+  why_not = unsupported(kernel, **rule)
+  if why_not and asked != 'auto':
+    raise UserError(f'policy.attention: {why_not}; choose auto')
+  if why_not:
+    return None, why_not
+  return kernel, 'as configured' if asked != 'auto' else f'the kernel of {platform}'
+
+
+def _dividing(piece: int, block: int) -> int:
+  """Returns a block size of at most `block` that divides a piece of `piece` tokens. No block then
+  has queries of both pieces of a shard. If only small blocks do so, `block` is returned.
+  """
+  largest = min(block, piece)
+  return next((n for n in range(largest, largest // 4, -1) if piece % n == 0), block)
 
 
 def unsupported(
@@ -168,7 +227,7 @@ def attention(
     implementation: 'masked' materialises all scores. 'blockwise' materialises one block of scores
       at a time, in the forward and the backward pass. 'splash' is the fused kernel for TPUs;
       'cudnn', 'tokamax' and 'pallas_gpu' are those for GPUs. See `choose`.
-    block: block size in tokens, for 'blockwise'.
+    block: block size in tokens, for 'blockwise' and 'splash'.
     interpret: whether a fused kernel runs in interpreter mode, which works on any platform; for
       tests.
 
@@ -189,9 +248,8 @@ def attention(
   if missing := unsupported(implementation, **sizes, window=window, softcap=softcap):
     raise ValueError(f'attention: {missing}')
   if implementation == 'splash':
-    return splash(
-      query, key, value, of_queries, window=window, softcap=softcap, interpret=interpret
-    )
+    rule = dict(window=window, softcap=softcap, interpret=interpret)
+    return splash(query, key, value, of_queries, block=block, **rule)
   if implementation == 'cudnn':
     return cudnn(query, key, value, of_queries, of_keys, window=window)
   if implementation == 'tokamax':

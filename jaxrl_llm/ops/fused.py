@@ -1,5 +1,4 @@
-"""Fused attention kernels: splash attention for TPUs; for GPUs cuDNN, the kernels of tokamax, and
-JAX's Triton kernel.
+"""Fused attention kernels for GPUs: cuDNN, the kernels of tokamax, and JAX's Triton kernel.
 
 Invariant: except for cuDNN, the kernels mask by index (causally) and by segment, so queries and
 keys must be the same tokens in the same order; see `attention`. The module of a kernel is imported
@@ -10,7 +9,6 @@ A run uses such a kernel only after a check on its own devices (`ops.self_check`
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,24 +18,13 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_llm.ops.places import Places, visible
 
-BLOCKS = (512, 256, 128)
-"""Block sizes of splash attention in tokens, largest first. `splash_length` pads rows to a multiple
-of one of these sizes. For the GPU kernel, rows are padded to a multiple of the smallest size.
-"""
+_MULTIPLE = 128
+"""Number of tokens to a multiple of which `pallas_gpu` pads rows."""
 CUDNN_SCORES = 8192 * 8192
 """Number of scores per head (queries × keys of a row) up to which cuDNN is used, because the mask
 that it needs has as many elements, 134 MB in bfloat16.
 """
 _GPU_KERNEL = 'jax.experimental.pallas.ops.gpu.attention'
-
-
-def why_not_splash(dtype: Any) -> str | None:
-  """Returns the reason why splash attention does not support this dtype; None if it does. All
-  lengths and head sizes are supported.
-  """
-  if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
-    return f'splash computes in float32 and bfloat16, not in {jnp.dtype(dtype).name}'
-  return None
 
 
 def why_not_pallas_gpu(
@@ -87,106 +74,6 @@ def why_not_tokamax(dtype: Any, *, shards: int) -> str | None:
   return None
 
 
-def splash_length(time: int, *, shards: int = 1) -> int:
-  """Returns the length to which a row of `time` tokens is padded, so that each shard contains an
-  integral number of blocks.
-  """
-  # Choose the largest block with which no shard grows by more than an eighth. The kernel's mask
-  # requires that the length is also divisible by shards².
-  share = -(-time // shards)
-  block = next((n for n in BLOCKS if -(-share // n) * n <= share * 9 / 8), BLOCKS[-1])
-  step = math.lcm(shards * block, shards**2)
-  return -(-time // step) * step
-
-
-def splash_kernel(
-  length: int,
-  *,
-  window: int | None,
-  softcap: float | None,
-  shards: int = 1,
-  interpret: bool = False,
-) -> Any:
-  """Builds the kernel for rows of `length` tokens and any number of heads.
-
-  The kernel is a callable pytree that lists the blocks to visit. Blocks above the diagonal or
-  beyond the window are never visited. The backward pass uses two kernels, one for the gradient of
-  the queries and one for the gradients of keys and values. The alternative, a single kernel, would
-  store a gradient of the queries for each block of keys, which needs memory quadratic in time.
-
-  Args:
-    length: result of `splash_length`.
-    shards: number of shards of the queries' time axis, if the kernel runs under `jax.shard_map`. In
-      that case, pass the kernel to the mapped function as an argument, with its
-      `manual_sharding_spec`.
-    interpret: whether the kernel runs in interpreter mode, which works on any platform; for tests.
-  """
-  from jax.experimental.pallas.ops.tpu import splash_attention as library
-
-  square = (length, length)
-  if window is None:
-    mask = library.CausalMask(square, shard_count=shards)
-  else:
-    mask = library.LocalMask(square, (window - 1, 0), 0, shard_count=shards)
-  n = next(n for n in BLOCKS if length // shards % n == 0)
-  blocks = library.BlockSizes(
-    block_q=n, block_kv=n, block_q_dkv=n, block_kv_dkv=n,
-    block_q_dq=n, block_kv_dq=n, block_kv_compute=n
-  )  # fmt: skip
-  # All heads share one mask.
-  return library.make_splash_mha(
-    library.MultiHeadMask([mask]),
-    head_shards=1,
-    q_seq_shards=shards,
-    block_sizes=blocks,
-    attn_logits_soft_cap=softcap,
-    interpret=interpret,
-  )
-
-
-def run_splash(
-  kernel: Any,
-  query: Float[Array, 'batch time heads head_dim'],
-  key: Float[Array, 'batch keys kv_heads head_dim'],
-  value: Float[Array, 'batch keys kv_heads head_dim'],
-  segment_ids: Int[Array, 'batch time'],
-  key_segment_ids: Int[Array, 'batch keys'],
-) -> Float[Array, 'batch time heads head_dim']:
-  """Runs a `splash_kernel` on rows that are padded to the kernel's length, or on this device's
-  shard of such rows.
-  """
-  from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
-
-  wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
-  query = (wide * query.shape[-1] ** -0.5).astype(query.dtype)
-
-  def by_head(x):
-    return jnp.moveaxis(x, 2, 1)
-
-  mixed = jax.vmap(kernel)(
-    by_head(query), by_head(key), by_head(value), SegmentIds(segment_ids, key_segment_ids)
-  )
-  return _without_padding(by_head(mixed), segment_ids)
-
-
-def splash(
-  query: Float[Array, 'batch time heads head_dim'],
-  key: Float[Array, 'batch time kv_heads head_dim'],
-  value: Float[Array, 'batch time kv_heads head_dim'],
-  places: Places,
-  *,
-  window: int | None = None,
-  softcap: float | None = None,
-  interpret: bool = False,
-) -> Float[Array, 'batch time heads head_dim']:
-  """Computes splash attention on one device; see `attention` and `splash_kernel`."""
-  time = query.shape[1]
-  length = splash_length(time)
-  kernel = splash_kernel(length, window=window, softcap=softcap, interpret=interpret)
-  query, key, value, ids = (fill(x, length) for x in (query, key, value, places.segment_ids))
-  return run_splash(kernel, query, key, value, ids, ids)[:, :time]
-
-
 def cudnn(
   query: Float[Array, 'batch time heads head_dim'],
   key: Float[Array, 'batch keys kv_heads head_dim'],
@@ -209,7 +96,7 @@ def cudnn(
     is_causal=of_queries is of_keys,
     implementation='cudnn',
   )
-  return _without_padding(mixed, of_queries.segment_ids)
+  return without_padding(mixed, of_queries.segment_ids)
 
 
 def tokamax(
@@ -240,7 +127,7 @@ def tokamax(
     logits_soft_cap=softcap,
     implementation=tuple(kernels),
   )
-  return _without_padding(mixed, places.segment_ids)
+  return without_padding(mixed, places.segment_ids)
 
 
 def pallas_gpu(
@@ -262,14 +149,14 @@ def pallas_gpu(
   from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
   batch, time, heads, head_dim = query.shape
-  length, kv_heads = -(-time // BLOCKS[-1]) * BLOCKS[-1], key.shape[2]
+  length, kv_heads = -(-time // _MULTIPLE) * _MULTIPLE, key.shape[2]
   query, key, value, ids = (fill(x, length) for x in (query, key, value, places.segment_ids))
   # Map the kernel over the query heads that share a key-value head. Keys and values are not mapped,
   # so they are indexed without being copied.
   shared = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
   options = head_dim**-0.5, True, BlockSizes.get_default(), 'triton', None, 2, None, interpret
   mixed = jax.vmap(lambda q: mha(q, key, value, ids, *options), in_axes=3, out_axes=3)(shared)
-  return _without_padding(mixed.reshape(query.shape), ids)[:, :time]
+  return without_padding(mixed.reshape(query.shape), ids)[:, :time]
 
 
 def fill(
@@ -279,7 +166,7 @@ def fill(
   return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
 
 
-def _without_padding(
+def without_padding(
   mixed: Float[Array, 'batch time heads head_dim'], segment_ids: Int[Array, 'batch time']
 ) -> Float[Array, 'batch time heads head_dim']:
   """Sets the outputs at padding to 0. In the kernels, padding sees padding. Without this step, the

@@ -49,6 +49,7 @@ from jaxrl_llm.learner.state import init_state
 from jaxrl_llm.learner.supervised import SftConfig, sft
 from jaxrl_llm.learner.update import build_update
 from jaxrl_llm.models.api import build_model
+from jaxrl_llm.models.attention import chosen as attention_of
 from jaxrl_llm.models.spec import ModelOptions
 
 MODES = ('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm')
@@ -243,10 +244,14 @@ def test_the_mesh_changes_nothing(folder, axes):
 
 
 @pytest.mark.full
-def test_a_sharded_decoder_has_the_same_gradient(folder):
+def test_a_decoder_with_balanced_shards_has_the_same_gradient(folder):
   whole = compute(folder, SUBJECTS['token-mean'])
   axes = (('fsdp', 2), ('sequence', 2), ('tensor', 2))
-  assert_same(compute(folder, SUBJECTS['token-mean'], chunks=2, axes=axes), whole)
+  by_blocks = {'attention': 'blockwise', 'chunks': 2, 'axes': axes}
+  case = Case(folder, rows=SUBJECTS['token-mean'].rows, **by_blocks)
+  choice = attention_of(case.model.options, case.mesh, time=CHUNK, keys=CHUNK, same_tokens=True)
+  assert choice.is_balanced
+  assert_same(compute(folder, SUBJECTS['token-mean'], **by_blocks), whole)
 
 
 MESHES = [

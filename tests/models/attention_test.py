@@ -12,10 +12,12 @@ from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.attention import sharded_attention
 from jaxrl_llm.models.families import tiny
+from jaxrl_llm.models.layers import cut
 from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.ops.attention import Choice
 from jaxrl_llm.ops.places import Places
-from jaxrl_llm.parallel.mesh import AXES, MeshConfig, build_mesh
+from jaxrl_llm.parallel.balance import exchanged, in_balanced_order, in_natural_order
+from jaxrl_llm.parallel.mesh import AXES, SEQUENCE, MeshConfig, build_mesh
 
 MESHES = {
   'fsdp': dict(fsdp=8),
@@ -49,16 +51,35 @@ def draw(dtype, time=40, rows=((10, 20), (40,), (), (7, 9, 11), (33, 3), (1, 1, 
   return arrays, Places(full(ids), full(at))
 
 
+BLOCK = {'splash': 128}
+"""Sizes of blocks by implementation, where they are not 8."""
+
+
 def value_and_gradient(mesh, implementation, arrays, places, **rule):
   *inputs, weight = arrays
 
   def loss(*inputs):
-    choice = Choice(implementation, '', block=8)
+    choice = Choice(implementation, '', block=BLOCK.get(implementation, 8))
     out = sharded_attention(*inputs, places, places, choice=choice, mesh=mesh, **rule)
     return (out * weight).sum(), out
 
   gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*inputs)
   return jax.device_get((out, *gradients))
+
+
+def balanced_value_and_gradient(mesh, implementation, arrays, places, **rule):
+  """As `value_and_gradient`, with balanced shards, but in natural order."""
+  shards = mesh.shape[SEQUENCE]
+  *inputs, weight = (in_balanced_order(x, shards) for x in arrays)
+  places = jax.tree.map(lambda x: in_balanced_order(x, shards), places)
+
+  def loss(*inputs):
+    choice = Choice(implementation, '', BLOCK.get(implementation, 8), is_balanced=True)
+    out = sharded_attention(*inputs, places, places, choice=choice, mesh=mesh, **rule)
+    return (out * weight).sum(), out
+
+  gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*inputs)
+  return jax.device_get([in_natural_order(x, shards) for x in (out, *gradients)])
 
 
 def assert_same(found, wanted, tolerance):
@@ -81,6 +102,30 @@ def test_no_mesh_changes_values_or_gradients(name, implementation):
   assert_same(found, wanted, 1e-12)
 
 
+@pytest.mark.parametrize('name', [pytest.param('sequence', marks=pytest.mark.full), 'mixed'])
+def test_balanced_shards_change_no_values_or_gradients(name):
+  with jax.enable_x64(True):
+    case = draw('float64', time=48)
+    wanted = value_and_gradient(None, 'masked', *case, window=12, softcap=2.0)
+    found = balanced_value_and_gradient(mesh_of(name), 'blockwise', *case, window=12, softcap=2.0)
+  assert_same(found, wanted, 1e-12)
+
+
+@pytest.mark.parametrize('shards', [2, 3, 4, 8])
+def test_rows_are_exchanged_between_devices_into_natural_order(shards):
+  mesh = build_mesh(MeshConfig(fsdp=1, sequence=shards), jax.devices()[:shards])
+  x = jnp.arange(2 * 6 * shards * 3.0).reshape(2, 6 * shards, 3)
+  exchange = jax.jit(lambda x: exchanged(cut(x, mesh), mesh))
+  np.testing.assert_array_equal(exchange(in_balanced_order(x, shards)), x)
+  np.testing.assert_array_equal(in_natural_order(in_balanced_order(x, shards), shards), x)
+  by_shard = np.split(np.asarray(in_balanced_order(x, shards)[0, :, 0]) // 9, shards)
+  assert [list(dict.fromkeys(part)) for part in by_shard] == [
+    [i, 2 * shards - 1 - i] for i in range(shards)
+  ]
+  compiled = exchange.lower(x).compile().as_text()
+  assert 'collective-permute' in compiled and 'all-gather' not in compiled
+
+
 def test_a_length_that_no_device_count_divides():
   with jax.enable_x64(True):
     case = draw('float64', time=41)
@@ -95,6 +140,14 @@ def test_splash_over_cut_sequences_and_heads():
     mesh_of('mixed'), 'splash', *case, window=90, softcap=2.0, interpret=True
   )
   assert_same(found, value_and_gradient(None, 'masked', *case, window=90, softcap=2.0), 1e-6)
+
+
+@pytest.mark.full
+def test_splash_with_balanced_shards():
+  case = draw('float32', time=512, rows=((100, 190), (499,)))
+  rule = dict(window=200, softcap=2.0)
+  found = balanced_value_and_gradient(mesh_of('mixed'), 'splash', *case, **rule, interpret=True)
+  assert_same(found, value_and_gradient(None, 'masked', *case, **rule), 1e-6)
 
 
 @functools.cache

@@ -124,7 +124,7 @@ EXACT = {
   'blockwise': functools.partial(attention, implementation='blockwise', block=8),
 }
 KERNELS = {
-  'splash': functools.partial(attention, implementation='splash', interpret=True),
+  'splash': functools.partial(attention, implementation='splash', block=128, interpret=True),
   'pallas_gpu': functools.partial(attention, implementation='pallas_gpu', interpret=True),
 }
 TABLE = [(name, case) for name in EXACT for case in CASES]

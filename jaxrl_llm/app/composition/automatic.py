@@ -29,10 +29,12 @@ PLANNED = ('remat', 'chunks_per_rank', 'offload')
 _SIZED = {
   'dtype': {'cpu': 'float32', 'accelerator': 'bfloat16'},
   'scan_layers': {'cpu': False, 'accelerator': True},
+  'sequence_shards': {'cpu': 'balanced', 'accelerator': 'balanced'},
 }
 SMALL: Mapping[str, Json] = {
   'dtype': 'float32',
   'scan_layers': False,
+  'sequence_shards': 'balanced',
   'remat': 'none',
   'chunks_per_rank': 8,
   'offload': False,
@@ -59,7 +61,7 @@ SMALL_PARAMETERS = 50_000_000
 a gigabyte.
 """
 _PATHS = (
-  *(('policy', name) for name in ('dtype', 'scan_layers', 'remat')),
+  *(('policy', name) for name in ('dtype', 'scan_layers', 'sequence_shards', 'remat')),
   ('learner', 'chunks_per_rank'),
   ('learner', 'logits_budget_bytes'),
   ('learner', 'optimizer', 'offload'),

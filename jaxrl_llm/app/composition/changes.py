@@ -82,7 +82,7 @@ _WHY = {
 
 _OF_BRANCHES = (
   *('name', 'learner', 'rollout', 'policy.remat', 'policy.attention', 'policy.dtype'),
-  'policy.reduce_dtype',
+  *('policy.reduce_dtype', 'policy.sequence_shards'),
   *(f'stages.*.{name}' for name in ('algorithm', 'minibatches', 'epochs', 'keep_optimizer')),
   *(f'stages.*.{name}' for name in ('optimizer', 'critic', 'evaluate_every')),
   'stages.*.overlap_evaluation',

@@ -495,12 +495,14 @@ def policy_options(config: Config) -> ModelOptions:
   small model.
   """
   policy = config.policy
-  open_names = [n for n in ('dtype', 'scan_layers', 'remat') if getattr(policy, n) == AUTO]
+  names = ('dtype', 'scan_layers', 'sequence_shards', 'remat')
+  open_names = [name for name in names if getattr(policy, name) == AUTO]
   policy = dataclasses.replace(policy, **{name: SMALL[name] for name in open_names})
   return ModelOptions(
     scan_layers=policy.scan_layers,
     remat=policy.remat,
     attention=policy.attention,
+    sequence_shards=policy.sequence_shards,
     dtype=policy.dtype,
     param_dtype=policy.param_dtype,
     reduce_dtype='bfloat16' if policy.reduce_dtype == 'bfloat16' else None,
