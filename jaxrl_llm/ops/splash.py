@@ -18,8 +18,9 @@ from jaxrl_llm.ops.fused import fill, without_padding
 from jaxrl_llm.ops.places import Places
 
 BLOCKS = (1024, 512, 256, 128)
-"""Block sizes in tokens, for queries and for keys, of the forward and of the backward pass. With
-2,048, the kernels do not fit into the memory in which the compiler places blocks (VMEM, 16 MiB).
+"""Block sizes in tokens, for queries and for keys, of the forward and of the backward pass. The
+compiler has 16 MiB for blocks (VMEM), in which those of 2,048 tokens do not fit for all sizes of
+heads and dtypes.
 """
 MULTIPLE = BLOCKS[-1]
 """Number of tokens of which the length of a row or a piece must be a multiple."""
