@@ -40,10 +40,14 @@ def check_library(module: str, where: str) -> None:
 
 
 class _Deferred(types.ModuleType):
-  """A module that is imported when one of its attributes is read."""
+  """A module that is imported when one of its attributes is read.
+
+  `importlib.util.LazyLoader` imports a module when code that looks through `sys.modules` reads
+  its `__file__`, so it does not delay the import by long enough.
+  """
 
   def __getattr__(self, attribute: str) -> Any:
-    if attribute.startswith('__'):  # Read by code that looks through `sys.modules`.
+    if attribute.startswith('__'):
       raise AttributeError(attribute)
     if sys.modules.get(self.__name__) is self:
       del sys.modules[self.__name__]
