@@ -72,6 +72,12 @@ class BackgroundLoop:
     """Runs a coroutine in the background loop and returns its result; see `run_in`."""
     return await run_in(self._loop, work)
 
+  def call_soon(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Calls a function in the background loop, without waiting for the call. May be called in any
+    thread.
+    """
+    self._loop.call_soon_threadsafe(functools.partial(function, *args, **kwargs))
+
   @contextlib.asynccontextmanager
   async def entered(self, manager: contextlib.AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
     """Enters and exits a context manager in the background loop, and yields its value. Exceptions

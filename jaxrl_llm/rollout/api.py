@@ -8,6 +8,7 @@ remote servers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import (
@@ -211,9 +212,36 @@ class Undelivered(Exception):
 
 
 class Forged(Exception):
-  """Raised when a delivered answer does not have the signature of the answer to the errand's
-  request.
+  """Raised when a delivered part does not have the signature of the next part of the answer to the
+  errand's request.
   """
+
+
+@runtime_checkable
+class AnswerParts(Protocol):
+  """The parts of an errand's answer that have been delivered so far."""
+
+  @property
+  def count(self) -> int:
+    """Number of parts."""
+    ...
+
+  @property
+  def age_s(self) -> float:
+    """Seconds from the server's receipt of the request until it sent the newest part; 0 without
+    any.
+    """
+    ...
+
+  async def add(self, signature: bytes, part: bytes) -> Completion | None:
+    """Adds the next part. Returns the completion if this is the last part, and None otherwise.
+
+    Raises:
+      Forged: the signature is wrong. The part is ignored.
+      Exception: the answer has broken off, or does not match the request: the same errors as for an
+        answer that the engine has fetched itself.
+    """
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -234,11 +262,8 @@ class Errand:
   """Body of the request."""
   deadline_s: float
   """Seconds within which the completion must be delivered."""
-  read: Callable[[bytes, bytes], Awaitable[Completion]]
-  """Function of (signature, answer) that returns the completion. It raises Forged if the signature
-  is wrong. If the answer does not match the request, it raises the same errors as for an answer
-  that the engine has fetched itself.
-  """
+  parts: AnswerParts
+  """Parts of the answer. They are delivered in order."""
 
 
 @runtime_checkable
@@ -248,12 +273,18 @@ class Courier(Protocol):
   server's JSON.
   """
 
+  def place(self) -> contextlib.AbstractAsyncContextManager[None]:
+    """Returns a context in which the courier runs one errand. It is entered when the courier may
+    have another errand. Entering it raises Undelivered if the courier runs no more errands.
+    """
+    ...
+
   async def fetch(self, errand: Errand) -> Completion:
-    """Returns the completion of an errand.
+    """Returns the completion of an errand. Must be called in a context of `place`.
 
     Raises:
-      Undelivered: the completion was not delivered in time.
-      Exception: `Errand.read` has raised this exception, which is not Forged.
+      Undelivered: the completion was not delivered in time. Parts of it may have been.
+      Exception: `AnswerParts.add` has raised this exception, which is not Forged.
     """
     ...
 

@@ -344,8 +344,15 @@ METRICS: dict[str, str] = {
     'Completions that explorers fetched from servers and delivered (rollout.explorers.direct).'
   ),
   'perf/direct_undelivered': (
-    'Completions that an explorer was to fetch and did not deliver, so that the master fetched '
-    'them itself.'
+    'Completions that an explorer was to fetch and did not deliver, so that the master obtained '
+    'them itself: it collects what a front has, and else requests them.'
+  ),
+  'perf/direct_expired': (
+    'Completions in perf/direct_undelivered of which the explorer delivered no part of the last '
+    'rollout.explorers.ticket_s.'
+  ),
+  'perf/direct_late': (
+    'Deliveries for tickets that had expired or were no longer needed; they are refused.'
   ),
   'perf/direct_refused': (
     "Deliveries without the right signature of the server's front, or that nobody had asked for; "

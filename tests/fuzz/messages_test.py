@@ -6,6 +6,7 @@ import asyncio
 import base64
 import collections
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -66,9 +67,9 @@ from jaxrl_llm.rollout.explorers.errands import BadDelivery, Errands, RequestCou
 from jaxrl_llm.rollout.explorers.explorer import Rejected
 from jaxrl_llm.rollout.explorers.leases import Misbehaved
 from jaxrl_llm.rollout.explorers.wire import Delivery
-from jaxrl_llm.rollout.signed_answer import SignedAnswer
-from jaxrl_llm.rollout.vllm.direct import TicketOffice
+from jaxrl_llm.rollout.signed_answer import SignedPart
 from jaxrl_llm.rollout.vllm.publication import digest
+from jaxrl_llm.rollout.vllm.ticket_office import TicketOffice
 
 ANSWERED = (200, 400, 401, 403, 404, 405, 408, 409, 410, 411, 413, 414, 415, 417, 422, 431, 505)
 """Statuses that blame the client, and 200."""
@@ -263,19 +264,27 @@ def test_no_message_of_an_explorer_harms_another(tmp_path, monkeypatch, count):
 
 @COUNTS
 def test_no_altered_delivery_is_accepted(count):
-  """Whatever an explorer changes of a signed answer, its signature or its errand."""
+  """Whatever an explorer changes of signed parts, their signatures, order or errand."""
   keys, tokens = TicketKeys(TOKEN), np.arange(3, dtype=np.int32)
-  logprobs = np.zeros(3, np.float32)
-  answer = SignedAnswer(tokens=tokens, logprobs=logprobs, finish='stop', spans=[('a', 0, 3)])
-  answer = answer.encode()
-  office = TicketOffice('http://127.0.0.1:1', TOKEN)
-  errand = office.errand('0' * 32, b'body', 60.0, tokens=3, parse=SignedAnswer.decode)
-  ticket = keys.read(errand.authorization.encode())
-  honest = Delivery(ticket.nonce, answer, keys.sign(ticket, answer))
+  begin = SignedPart(tokens=tokens, logprobs=np.zeros(3, np.float32)).encode()
+  end = dataclasses.replace(SignedPart.decode(begin), finish='stop', spans=[('a', 0, 6)]).encode()
+  office = TicketOffice('http://127.0.0.1:1', TOKEN, name='a', call=None, answers=None)
   accepted = 0
 
   async def deliver(data):
     nonlocal accepted
+    errand = office.errand(
+      '0' * 32,
+      b'body',
+      60.0,
+      read=lambda part, known, begun: part,
+      is_known=lambda: True,
+      arrived=lambda begun: None,
+    )
+    ticket = keys.read(errand.authorization.encode())
+    chain = keys.chain(ticket)
+    signed = tuple((chain.sign(part), part) for part in (begin, end))
+    honest = Delivery(ticket.nonce, parts=signed)
     body = data.draw(encoded(honest._asdict(), msgpack_bytes))
     errands = Errands(collections.Counter())
     waiting = asyncio.create_task(RequestCourier(errands).fetch(errand))
@@ -291,7 +300,8 @@ def test_no_altered_delivery_is_accepted(count):
       await asyncio.sleep(0)
       if errands.counts['direct_delivered']:
         accepted += 1
-        assert delivery == honest and (await waiting).encode() == answer
+        assert (delivery.first, delivery.parts[:2]) == (0, signed)
+        assert (await waiting).tokens.tolist() == [*tokens, *tokens]
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
 

@@ -26,6 +26,7 @@ def test_explorers_fetch_the_completions_of_a_job_and_one_of_them_is_killed(tmp_
       f'--config.rollout.vllm.addresses={json.dumps(addresses)}',
       f'--config.rollout.vllm.key_file={tmp_path / "servers"}',
       f'--config.rollout.explorers={json.dumps(explore)}',
+      '--config.rollout.vllm.stream=2',
       '--config.stages.sft.steps=2',
       f'{stage}.steps=4',
       f'{stage}.evaluate_every=null',

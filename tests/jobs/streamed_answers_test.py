@@ -4,6 +4,7 @@ and no answer is lost or trained on twice.
 
 import contextlib
 import http.client
+import json
 import random
 import re
 import socket
@@ -12,6 +13,7 @@ import time
 import attached
 import job
 import pytest
+from direct import fronted
 
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.browse import open_copy
@@ -22,6 +24,7 @@ LENGTH, PIECE = 48, 4
 """Tokens of the longest answer, and of an event of its stream."""
 SLOW = (f'--piece={PIECE}', '--token_s=0.15')
 """An answer of `LENGTH` tokens takes about seven seconds."""
+DIRECT = ('delivered', 'undelivered', 'expired', 'late', 'refused')
 LEAST = 4
 """Answers in flight on a server that is killed. The fleet itself asks for one at a time."""
 FLAGS = (
@@ -73,14 +76,32 @@ def kill_while_it_streams(servers, rng, process):
       return in_flight
 
 
+@contextlib.contextmanager
+def flags_of_fronts(folder, servers):
+  """Flags of a job whose explorers fetch from the servers, through fronts that outlive them."""
+  addresses = [address for _, address in servers.processes.values()]
+  explore = {'processes': 2, 'groups': 12, 'direct': True}
+  with fronted(folder, addresses) as fronts:
+    yield (
+      *servers.flags,
+      f'--config.rollout.vllm.addresses={json.dumps(fronts)}',
+      f'--config.rollout.vllm.key_file={folder / "servers"}',
+      f'--config.rollout.explorers={json.dumps(explore)}',
+    )
+
+
 @pytest.mark.acceptance
-@pytest.mark.parametrize('bound', [0, 1])
+@pytest.mark.parametrize(('bound', 'is_direct'), [(0, False), (1, False), (0, True)])
 def test_fifteen_kills_of_servers_cost_only_the_tokens_that_had_not_arrived(
-  tmp_path, record_property, bound
+  tmp_path, record_property, bound, is_direct
 ):
   rng, run, kills = random.Random(KILLS), tmp_path / 'run', []
-  with attached.Restarted(tmp_path, *SLOW) as servers:
-    process = job.start(run, *servers.flags, *FLAGS, f'--config.stages.grpo.source.bound={bound}')
+  with contextlib.ExitStack() as stack:
+    servers = stack.enter_context(attached.Restarted(tmp_path, *SLOW))
+    flags = servers.flags
+    if is_direct:
+      flags = stack.enter_context(flags_of_fronts(tmp_path, servers))
+    process = job.start(run, *flags, *FLAGS, f'--config.stages.grpo.source.bound={bound}')
     for number in range(KILLS):
       # Evaluations, a row before and a row after the first stage, are over.
       job.wait_for_rows(run, 3 + number, process)
@@ -109,3 +130,7 @@ def test_fifteen_kills_of_servers_cost_only_the_tokens_that_had_not_arrived(
   spans = [s for sample in samples for s in sample.segments if s.finish == LOST]
   assert sum(span.end - span.start for span in spans) == counts['kept_tokens']
   assert len(spans) == counts['continued'] >= KILLS
+  if is_direct:
+    direct = {name: sum(row[f'perf/direct_{name}'] for row in steps) for name in DIRECT}
+    record_property('direct', str(direct))
+    assert direct['delivered'] > 10 * direct['undelivered'] and not direct['refused']

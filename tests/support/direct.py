@@ -19,6 +19,7 @@ from fleets import MODEL, A, places, weights
 from jaxrl_llm.core.net.front import Front
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.explorer import Evicted, _LeasedHub
+from jaxrl_llm.rollout.explorers.wire import Delivery
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.direct import SigningFront
 from jaxrl_llm.rollout.vllm.replica import Replica
@@ -83,7 +84,7 @@ async def direct_fleet(folder, count=1, **config):
     replicas = []
     for place in made:
       place.policy.draws = itertools.repeat(1)  # Logprobs do not depend on the order of requests.
-      front = await opened.open(place.address)
+      front = place.front = await opened.open(place.address)
       client = VllmClient(front.address, key=SERVERS, name=f'vllm-{place.number}')
       replicas.append(Replica(client.name, client=client, server=None))
     fleet = serving.fleet_of(MODEL, replicas, folder, direct=True, **config)
@@ -140,10 +141,10 @@ class Rogue:
     return [sample async for sample, _ in workflow.run(task, self.order['visit'], **how)]
 
   async def fetched(self, errand):
-    delivery = await self.link.fetcher.fetch(errand)
-    assert not delivery.problem, delivery.problem
-    self.answers[delivery.nonce][delivery.nonce] = delivery.answer
-    return delivery
+    """All parts of an answer."""
+    parts = [part async for part in self.link.fetcher.received(errand)]
+    self.answers[errand['nonce']][errand['nonce']] = parts
+    return Delivery(errand['nonce'], parts=tuple(parts))
 
   async def deliver(self, delivery):
     return await self.link.call(wire.DELIVER, lease=self.order['lease'], **delivery._asdict())

@@ -2,9 +2,10 @@
 request to the front. The front signs its answer. If the client passes the answer on, the issuer of
 the ticket can therefore check the answer.
 
-Invariants: without the token, nobody can make a ticket or sign an answer. A signature covers the
-ticket, and the ticket covers the body of the request. The signed answer to one request is therefore
-not accepted as the answer to another request.
+Invariants: without the token, nobody can make a ticket or sign an answer. An answer is signed in
+parts, while it arrives. The signature of a part covers the ticket, the signature of the part before
+and the part itself; the ticket covers the body of the request. Therefore, nobody can drop a part
+before another one, swap parts, or insert parts of the answer to another request.
 """
 
 from __future__ import annotations
@@ -69,13 +70,38 @@ class TicketKeys:
     wanted = _mac(self._tickets, ticket.encoded()).hex().encode()
     return ticket if hmac.compare_digest(parts[4], wanted) else None
 
-  def sign(self, ticket: Ticket, answer: bytes) -> bytes:
-    """Returns the signature of an answer to the request that the ticket permits."""
-    return _mac(self._answers, ticket.encoded(), answer)
+  def chain(self, ticket: Ticket) -> Chain:
+    """Returns the chain of signatures of the answer to the request that the ticket permits."""
+    return Chain(self._answers, ticket)
 
-  def is_signed(self, ticket: Ticket, answer: bytes, signature: bytes) -> bool:
-    """Returns whether `signature` belongs to the answer to the request that the ticket permits."""
-    return hmac.compare_digest(signature, self.sign(ticket, answer))
+
+class Chain:
+  """Signatures of the parts of one answer, in order."""
+
+  def __init__(self, key: bytes, ticket: Ticket):
+    """
+    Args:
+      key: key for signatures.
+      ticket: ticket of the request.
+    """
+    self._key, self._ticket = key, ticket.encoded()
+    self._last = bytes(SIGNATURE_BYTES)
+    """Signature of the newest part; zeros before the first part."""
+
+  def sign(self, part: bytes) -> bytes:
+    """Returns the signature of the next part."""
+    self._last = _mac(self._key, self._ticket, self._last, part)
+    return self._last
+
+  def accepts(self, part: bytes, signature: bytes) -> bool:
+    """Returns whether `signature` is that of the next part. If it is not, the chain is as before,
+    so that another part can still be the next one.
+    """
+    wanted = _mac(self._key, self._ticket, self._last, part)
+    if not hmac.compare_digest(signature, wanted):
+      return False
+    self._last = wanted
+    return True
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
@@ -91,5 +117,5 @@ def _derived(token: str) -> tuple[bytes, bytes]:
   """Returns two independent keys derived from a token: for tickets, and for signatures."""
   # The derivation is slow on purpose. Otherwise, an explorer could find a weak token by trying
   # tokens until one of them fits a ticket.
-  keys = hashlib.scrypt(token.encode(), salt=b'jaxrl_llm tickets 1', dklen=64, **_COST)
+  keys = hashlib.scrypt(token.encode(), salt=b'jaxrl_llm tickets 2', dklen=64, **_COST)
   return keys[:32], keys[32:]

@@ -146,13 +146,17 @@ def read_request(body: Mapping[str, Any], bounds: Bounds) -> Request:
 
 def read_delivery(body: Mapping[str, Any]) -> wire.Delivery:
   """Returns the delivery for an errand in a message. Raises Misbehaved if the message is malformed.
-  Does not check the signature; `Errands.deliver` checks it.
+  Does not check the signatures; `Errands.deliver` checks them.
   """
   with _reading('delivery'):
     check_text(body, 'nonce', _MAX_NONCE)
-    answer, signature = field(body, 'answer', bytes), field(body, 'signature', bytes)
+    check_integer(body, 'first', 0, INT32 - 1)
+    parts = all_of(field(body, 'parts', list), 'parts', list)
+    if any(len(part) != 2 or {*map(type, part)} != {bytes} for part in parts):
+      raise ValueError('a part that is not [signature, part], both bytes')
     problem = one_line(field(body, 'problem', str))
-    return wire.Delivery(body['nonce'], answer, signature, problem)
+    pairs = tuple((signature, part) for signature, part in parts)
+    return wire.Delivery(body['nonce'], body['first'], pairs, problem)
 
 
 def read_attempt(body: Mapping[str, Any], group: LentGroup) -> Attempt:

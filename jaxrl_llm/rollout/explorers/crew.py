@@ -50,7 +50,7 @@ from jaxrl_llm.rollout.explorers.arrivals import (
   read_steps,
   read_verdict,
 )
-from jaxrl_llm.rollout.explorers.errands import BadDelivery, RequestCourier
+from jaxrl_llm.rollout.explorers.errands import BadDelivery, Errands, RequestCourier
 from jaxrl_llm.rollout.explorers.leases import Gone, Leases, LentGroup, Misbehaved, SenderEvicted
 from jaxrl_llm.rollout.explorers.process import ExplorerCommand, ExplorerProcess
 from jaxrl_llm.rollout.explorers.receiver import Receiver, Reply, Send
@@ -61,6 +61,7 @@ from jaxrl_llm.rollout.explorers.wire import (
   task_row,
 )
 from jaxrl_llm.rollout.hub import Hub
+from jaxrl_llm.rollout.signed_answer import BEAT_S, KEEP_S
 from jaxrl_llm.rollout.untrusted import Bounds
 from jaxrl_llm.rollout.workflow import Rollout
 
@@ -97,11 +98,21 @@ class ExplorersConfig:
   """
   direct: bool = False
   """Whether explorers fetch completions from the servers themselves. They get a ticket for each
-  completion, and deliver it to the master with the signature of the server's front. The master then
-  neither parses the servers' answers nor sends tokens to explorers. Requires `rollout.engine`
+  completion, and deliver it to the master with the signatures of the server's front. The master
+  then neither parses the servers' answers nor sends tokens to explorers. Requires `rollout.engine`
   'vllm', servers behind fronts (`jaxrl serve --host`), and a token of the servers that explorers do
-  not have. Answers are then not streamed (`rollout.vllm.stream`), unless the master has to fetch
-  them.
+  not have.
+  """
+  tickets: int = 64
+  """Maximum number of tickets that an explorer has at a time for each of its groups, if `direct`.
+  Further requests of the group wait, without a place at a server. An explorer can thus keep at most
+  `groups` × `tickets` places.
+  """
+  ticket_s: float = 30.0
+  """Maximum age in seconds of the newest part of an answer that an explorer has delivered, or of a
+  ticket for which it has delivered none, if `direct`. A ticket that is older expires: its place at
+  the server is freed, later parts are refused, and the master obtains the answer itself. While a
+  server works on an answer, its front signs a part at least every 5 s.
   """
 
   def __post_init__(self):
@@ -119,6 +130,11 @@ class ExplorersConfig:
       raise UserError(
         f'rollout.explorers: silent_s {self.silent_s} and nobody_s {self.nobody_s}, wanted at '
         f'least {3 * wire.ALIVE_S:g} and more than 0, respectively'
+      )
+    if not (self.tickets >= 1 and 3 * BEAT_S <= self.ticket_s <= KEEP_S / 2):
+      raise UserError(
+        f'rollout.explorers: tickets {self.tickets} and ticket_s {self.ticket_s}, wanted at least '
+        f'1, and {3 * BEAT_S:g} to {KEEP_S / 2:g}, respectively'
       )
 
 
@@ -162,7 +178,11 @@ class Crew:
       announce: announces `front` (or `address`, if `front` is None) to explorers until the crew is
         closed. If None, no address is announced.
     """
-    self._leases = Leases(silent_s=config.silent_s)
+    self._leases = Leases(
+      silent_s=config.silent_s,
+      groups=config.groups,
+      errands=functools.partial(Errands, tickets=config.tickets, ticket_s=config.ticket_s),
+    )
     self.counts = self._leases.counts
     self.text, self.address, self.front, self._bounds = text, '', None, bounds
     self._turns, self._max_steps = turns, max_steps
@@ -243,6 +263,7 @@ class Crew:
       order=order,
       name=f'{stage}/{task.uid}/{visit}',
       samples=samples,
+      sampling=sampling,
       max_steps=self._max_steps,
     )
     await self._leases.offer(group)
@@ -263,6 +284,8 @@ class Crew:
     direct = {
       'perf/direct_delivered': new['direct_delivered'],
       'perf/direct_undelivered': new['direct_undelivered'],
+      'perf/direct_expired': new['direct_expired'],
+      'perf/direct_late': new['direct_late'],
       'perf/direct_refused': sum(new[f'direct_{how}'] for how in ('unsigned', 'forged', 'unknown')),
     }
     return {
@@ -333,9 +356,10 @@ class Crew:
     await self._leases.give_up(sender, 'left')
 
   async def _deliver(self, sender: str, body: dict[str, Any]) -> Any:
+    """Receives parts of a completion, and returns whether more are wanted."""
     group, delivery = self._leases.held(read_lease(body), sender), read_delivery(body)
     try:
-      await group.errands.deliver(delivery)
+      return await group.errands.deliver(delivery)
     except BadDelivery as error:
       raise Misbehaved(one_line(error)) from None
 
@@ -425,7 +449,7 @@ class Crew:
     async def completions() -> AsyncIterator[tuple[int, Completion]]:
       async with contextlib.aclosing(self._hub.generate(asked)) as arriving:
         async for index, completion in arriving:
-          generated.add(completion, asked.sampling.temperature)
+          generated.add(completion, asked.sampling)
           yield index, completion
 
     return _rows(completions()) if courier is None else courier.frames(completions())

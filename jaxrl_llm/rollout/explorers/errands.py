@@ -1,8 +1,10 @@
 """Errands: orders of the engine to an explorer to fetch completions directly from servers, and to
 deliver them to the master.
 
-Invariant: for each errand, at most one completion is accepted: the first that is delivered under
-the errand's lease, if the server's front has signed it for this errand.
+Invariants: for each errand, at most one completion is accepted: the one whose parts the server's
+front has signed for this errand, in order, if they are delivered under the errand's lease. A lease
+has a limited number of errands at a time, and an errand of which no part is delivered for some time
+is closed, so that an explorer can keep a limited number of places at servers, for a limited time.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import enum
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from absl import logging
@@ -37,115 +40,171 @@ class _State(enum.Enum):
   """The engine no longer waits for the completion."""
 
 
-class _Open(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class _Open:
   """An errand whose completion the engine waits for."""
 
   errand: Errand
   completion: asyncio.Future[Completion]
+  sent: float
+  """Event loop time at which the errand was sent to the explorer."""
+  lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+  """Held while a delivery is checked."""
 
 
 class Errands:
   """The errands of one lease.
 
   Attributes:
+    places: number of errands that may begin now.
     counts: counters, keyed by name. `direct_delivered` counts the delivered completions, and
-      `direct_undelivered` those that the engine must fetch itself. `direct_repeated` and
-      `direct_late` count repeated and late deliveries. Bad deliveries lack a signature
-      (`direct_unsigned`), have a wrong one (`direct_forged`), or name an errand that was not given
-      under this lease (`direct_unknown`).
+      `direct_undelivered` those that the engine must fetch or collect itself; of these,
+      `direct_expired` are those of which the explorer delivered no recent part.
+      `direct_repeated` and `direct_late` count repeated and late deliveries. Bad deliveries lack a
+      signature (`direct_unsigned`), have a wrong one (`direct_forged`), or name an errand that was
+      not given under this lease (`direct_unknown`).
   """
 
-  def __init__(self, counts: collections.Counter[str]):
-    self.counts = counts
+  def __init__(
+    self, counts: collections.Counter[str], *, tickets: int = 64, ticket_s: float = 30.0
+  ):
+    """
+    Args:
+      tickets: see `ExplorersConfig.tickets`.
+      ticket_s: see `ExplorersConfig.ticket_s`.
+    """
+    self.counts, self.places = counts, asyncio.Semaphore(tickets)
+    self._ticket_s = ticket_s
     self._states: dict[str, _State] = {}
     """State of each errand, keyed by nonce."""
     self._open: dict[str, _Open] = {}
 
-  async def deliver(self, delivery: Delivery) -> None:
-    """Accepts a completion, or the reason why the explorer has none. Ignores repeated and late
-    deliveries, which correct explorers send, too. Raises BadDelivery for a delivery that a correct
-    explorer never sends.
+  async def deliver(self, delivery: Delivery) -> bool:
+    """Accepts parts of a completion, or the reason why the explorer has no more. Returns whether
+    the engine waits for more parts. Ignores repeated and late deliveries, which correct explorers
+    send, too. Raises BadDelivery for a delivery that a correct explorer never sends.
     """
-    nonce, state = delivery.nonce, self._states.get(delivery.nonce)
-    if state is None:
+    nonce = delivery.nonce
+    if nonce not in self._states:
       self._refuse('unknown', f'a completion for {nonce!r}, for which nobody has asked')
-    if state != _State.OPEN:
-      self.counts['direct_repeated' if state == _State.DELIVERED else 'direct_late'] += 1
-      return
-    errand, completion = self._open[nonce]
-    if delivery.problem:
-      self._leave(nonce, completion, f'the explorer could not fetch it: {delivery.problem}')
-      return
-    if not delivery.signature:
-      self._refuse('unsigned', f'the completion for {nonce} has no signature')
-    self._states[nonce] = _State.DELIVERED
-    # If the explorer's connection breaks, this call is cancelled. The completion is accepted
-    # nevertheless, because the explorer's next delivery will be ignored.
-    accepting = asyncio.create_task(self._accept(errand, completion, delivery))
-    # Without this, asyncio would log an exception that nobody awaits.
-    accepting.add_done_callback(lambda done: done.cancelled() or done.exception())
-    await asyncio.shield(accepting)
+    if self._is_open(nonce):
+      # If the explorer's connection breaks, this call is cancelled. The parts are accepted
+      # nevertheless, because the explorer's next delivery of them will be ignored.
+      accepting = asyncio.create_task(self._accept(self._open[nonce], delivery))
+      # Without this, asyncio would log an exception that nobody awaits.
+      accepting.add_done_callback(lambda done: done.cancelled() or done.exception())
+      await asyncio.shield(accepting)
+    else:
+      self._ignore(nonce)
+    return self._is_open(nonce)
 
-  async def _accept(
-    self, errand: Errand, completion: asyncio.Future[Completion], delivery: Delivery
-  ) -> None:
-    """Passes a delivered completion on to the engine. Raises BadDelivery if its signature is
-    wrong.
+  def _is_open(self, nonce: str) -> bool:
+    return self._states[nonce] == _State.OPEN
+
+  def _ignore(self, nonce: str) -> None:
+    repeated = self._states[nonce] in (_State.OPEN, _State.DELIVERED)
+    self.counts['direct_repeated' if repeated else 'direct_late'] += 1
+
+  async def _accept(self, entry: _Open, delivery: Delivery) -> None:
+    """Adds the delivered parts to those of the errand, and passes the completion on to the engine
+    if it is whole. Raises BadDelivery if a signature is wrong.
     """
-    try:
-      result = await errand.read(delivery.signature, delivery.answer)
-    except Forged as error:
-      if not completion.done():
-        self._leave(delivery.nonce, completion, 'the explorer has delivered a forged one')
-      self._refuse('forged', f'the completion for {delivery.nonce} is forged: {error}')
-    except Exception as error:  # The front has signed the answer, so the server is at fault.
-      if not completion.done():
-        completion.set_exception(error)
+    nonce, parts = delivery.nonce, entry.errand.parts
+    async with entry.lock:  # Parts are checked one after the other.
+      if not self._is_open(nonce):
+        self._ignore(nonce)
+        return
+      if delivery.first > parts.count:
+        self._forged(entry, f'part {delivery.first} of {nonce} before part {parts.count}')
+      new = delivery.parts[parts.count - delivery.first :]
+      if not new and not delivery.problem:
+        self._ignore(nonce)
+      for signature, part in new:
+        if not signature:
+          self._leave(entry, 'the explorer has delivered a part without a signature')
+          self._refuse('unsigned', f'a part of the completion for {nonce} has no signature')
+        try:
+          completion = await parts.add(signature, part)
+        except Forged as error:
+          self._forged(entry, f'the completion for {nonce} is forged: {error}')
+        except Exception as error:  # The front has signed the answer, so the server is at fault.
+          self._end(entry, error)
+          return
+        if completion is not None:
+          self._end(entry, completion)
+          return
+      if delivery.problem:
+        self._leave(entry, f'the explorer could not fetch it: {delivery.problem}')
+
+  def _end(self, entry: _Open, result: Completion | Exception) -> None:
+    """Passes a delivered completion, or the error of the server that was to sample it, on to the
+    engine.
+    """
+    if entry.completion.done():
       return
-    if not completion.done():
+    self._states[entry.errand.nonce] = _State.DELIVERED
+    if isinstance(result, Exception):
+      entry.completion.set_exception(result)
+    else:
       self.counts['direct_delivered'] += 1
-      completion.set_result(result)
+      entry.completion.set_result(result)
+
+  def _forged(self, entry: _Open, why: str) -> NoReturn:
+    self._leave(entry, 'the explorer has delivered a forged one')
+    self._refuse('forged', why)
 
   def _refuse(self, how: str, why: str) -> NoReturn:
     self.counts[f'direct_{how}'] += 1
     raise BadDelivery(why)
 
-  def _leave(self, nonce: str, completion: asyncio.Future[Completion], why: str) -> None:
-    """Closes an errand, so that the engine fetches the completion itself."""
-    self._states[nonce] = _State.CLOSED
+  def _leave(self, entry: _Open, why: str) -> None:
+    """Closes an errand, so that the engine obtains the completion itself."""
+    if entry.completion.done():
+      return
+    self._states[entry.errand.nonce] = _State.CLOSED
     self.counts['direct_undelivered'] += 1
     logging.log_every_n_seconds(
       logging.WARNING, 'explorers: the engine fetches a completion itself: %s', _WARN_S, why
     )
-    completion.set_exception(Undelivered(why))
+    entry.completion.set_exception(Undelivered(why))
 
   async def run(self, courier: RequestCourier, errand: Errand) -> Completion:
     """Has the explorer run an errand; see `Courier.fetch`."""
-    completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-    nonce = errand.nonce
-    self._states[nonce], self._open[nonce] = _State.OPEN, _Open(errand, completion)
+    loop = asyncio.get_running_loop()
+    completion: asyncio.Future[Completion] = loop.create_future()
+    nonce, deadline = errand.nonce, loop.time() + errand.deadline_s
+    entry = self._open[nonce] = _Open(errand, completion, loop.time())
+    self._states[nonce] = _State.OPEN
     courier.nonces.add(nonce)
     courier.send(errand_row(errand))
     try:
-      # Wait 'completion': bounded by the errand's deadline.
-      await asyncio.wait([completion], timeout=errand.deadline_s)
-      if not completion.done():
-        why = f'the explorer has not delivered it within {errand.deadline_s:g} s'
-        self._leave(nonce, completion, why)
-      return completion.result()
+      while not completion.done():
+        now = loop.time()
+        # An explorer could deliver old parts one by one, to keep its place for as long as it likes.
+        until = min(deadline, entry.sent + errand.parts.age_s + self._ticket_s)
+        if now < until:
+          # Wait 'errand': bounded by the errand's deadline and by `ticket_s`.
+          await asyncio.wait([completion], timeout=until - now)
+        elif now >= deadline:
+          why = f'the explorer has not delivered it within {errand.deadline_s:g} s'
+          self._leave(entry, why)
+        else:
+          self.counts['direct_expired'] += 1
+          self._leave(entry, f'the explorer has delivered no part of the last {self._ticket_s:g} s')
+      async with entry.lock:  # No delivery is being checked when the engine goes on.
+        return completion.result()
     finally:
       completion.cancel()  # This has no effect if the completion has arrived.
       del self._open[nonce]
-      if self._states[nonce] == _State.OPEN:  # The engine's call was cancelled.
+      if self._is_open(nonce):  # The engine's call was cancelled.
         self._states[nonce] = _State.CLOSED
 
   def close(self, courier: RequestCourier) -> None:
     """Closes the open errands of a request, because the explorer no longer waits for the request.
-    The engine then fetches the completions itself.
+    The engine then obtains the completions itself.
     """
     for nonce in courier.nonces & self._open.keys():
-      if not (completion := self._open[nonce].completion).done():
-        self._leave(nonce, completion, 'the explorer no longer asks for it')
+      self._leave(self._open[nonce], 'the explorer no longer asks for it')
 
 
 class RequestCourier:
@@ -163,12 +222,22 @@ class RequestCourier:
     """Tokens of the completions that the explorer has delivered, keyed by nonce."""
     self.nonces: set[str] = set()
 
+  @contextlib.asynccontextmanager
+  async def place(self) -> AsyncIterator[None]:
+    # Wait 'errand': bounded by the time limits of the lease's other errands.
+    async with self._errands.places:
+      self._check_open()
+      yield
+
   async def fetch(self, errand: Errand) -> Completion:
-    if self._closed:
-      raise Undelivered('the explorer no longer asks for it')
+    self._check_open()
     completion = await self._errands.run(self, errand)
     self._fetched[errand.nonce] = completion.tokens
     return completion
+
+  def _check_open(self) -> None:
+    if self._closed:
+      raise Undelivered('the explorer no longer asks for it')
 
   def send(self, frame: Any) -> None:
     """Sends a value to the explorer."""

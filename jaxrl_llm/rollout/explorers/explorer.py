@@ -28,7 +28,7 @@ from jaxrl_llm.core.records.task import Message
 from jaxrl_llm.rewards.api import Attempt, Reward
 from jaxrl_llm.rollout.api import Completion, Request
 from jaxrl_llm.rollout.explorers import wire
-from jaxrl_llm.rollout.explorers.fetching import Fetcher
+from jaxrl_llm.rollout.explorers.fetching import Fetcher, Part
 from jaxrl_llm.rollout.explorers.wire import (
   attempt_row,
   pack,
@@ -189,7 +189,7 @@ class _LeasedHub:
     self._link, self._lease = link, lease
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    answers: dict[str, bytes] = {}
+    answers: dict[str, list[Part]] = {}
     errands: set[asyncio.Task] = set()
     try:
       async for frame in self._link.stream(
@@ -205,16 +205,20 @@ class _LeasedHub:
         errand.cancel()
       await asyncio.gather(*errands, return_exceptions=True)
 
-  async def _run_errand(self, errand: wire.Row, answers: dict[str, bytes]) -> None:
-    """Fetches the completion of an errand and delivers it to the master. Adds the server's answer
-    to `answers`, keyed by nonce.
+  async def _run_errand(self, errand: wire.Row, answers: dict[str, list[Part]]) -> None:
+    """Fetches the completion of an errand and delivers it to the master. Adds the parts of the
+    server's answer to `answers`, keyed by nonce.
     """
-    delivery = await self._link.fetcher.fetch(errand)
-    answers[delivery.nonce] = delivery.answer
-    deliver = functools.partial(self._link.call, wire.DELIVER, lease=self._lease)
+
+    async def deliver(delivery: wire.Delivery) -> bool:
+      # Retrying is safe, because the master ignores parts that have already arrived.
+      return await _patiently(
+        functools.partial(self._link.call, wire.DELIVER, lease=self._lease, **delivery._asdict())
+      )
+
+    parts = answers[errand['nonce']] = []
     try:
-      # Retrying is safe, because the master ignores a completion that has already arrived.
-      await _patiently(lambda: deliver(**delivery._asdict()))
+      await self._link.fetcher.fetch(errand, parts, deliver)
     except (MasterLost, RunError) as error:
       # The master ends the request, or fetches the completion itself.
       logging.info('a completion was not delivered: %s', error)

@@ -1,9 +1,10 @@
 """Completions that the engine generated for one lease (the loan of a group to an explorer), and the
 check that a sample consists of them.
 
-Invariant: the engine generated the sampled tokens of an accepted sample for the lease's holder,
+Invariants: the engine generated the sampled tokens of an accepted sample for the lease's holder,
 with the same logprobs, temperature and versions. An explorer can choose prompts and discard
-completions, but cannot invent tokens.
+completions, but cannot invent tokens. Tokens that are trained on were drawn from the distribution
+that the group is to be sampled from: an explorer cannot narrow it with top-p or top-k.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxtyping import Bool, Float32, Int32
 
 from jaxrl_llm.core.records.sample import Sample
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.rollout.api import Completion
+from jaxrl_llm.rollout.api import Completion, Sampling
 
 
 class _Source(NamedTuple):
@@ -32,54 +33,90 @@ class Generated:
   A sample can be checked in one thread while a completion is added in another.
   """
 
-  def __init__(self):
+  def __init__(self, sampling: Sampling | None = None):
+    """
+    Args:
+      sampling: sampling parameters of the group; None for the default ones.
+    """
+    self._sampling = sampling or Sampling()
     self._parts: dict[_Source, list[bytes]] = {}
+    """Generated tokens of each source, as entries."""
+    self._untrainable: dict[_Source, list[bytes]] = {}
+    """Those that were drawn with another top-p or top-k than the group's."""
 
-  def add(self, completion: Completion, temperature: float) -> None:
-    """Records a completion that was sampled at this temperature."""
+  def add(self, completion: Completion, sampling: Sampling) -> None:
+    """Records a completion that was sampled with these parameters."""
     tokens = _entries(completion.tokens, completion.logprobs)
+    parts = self._parts if self._is_trainable(sampling) else self._untrainable
     for part in completion.segments:
-      source = _Source(part.version, part.engine, temperature)
-      self._parts.setdefault(source, []).append(
+      source = _Source(part.version, part.engine, sampling.temperature)
+      parts.setdefault(source, []).append(
         tokens[part.start * _ENTRY_BYTES : part.end * _ENTRY_BYTES]
       )
 
+  def _is_trainable(self, sampling: Sampling) -> bool:
+    wanted = self._sampling
+    return not sampling.filtered or (
+      (sampling.top_p, sampling.top_k) == (wanted.top_p, wanted.top_k)
+    )
+
   def check(self, sample: Sample) -> None:
     """Raises ValueError unless the engine generated the tokens that the sample marks as sampled or
-    as trained on, under the versions that its segments name.
+    as trained on, under the versions that its segments name, and drew those that are trained on
+    from the group's distribution.
 
     The segments must be in order and must not overlap.
     """
     tokens = _entries(sample.tokens, sample.behaviour_logprobs)
-    generated: dict[_Source, bytes] = {}
+    generated: dict[_Source, _Joined] = {}
     for segment in sample.segments:
       source = _Source(segment.version, segment.engine, sample.temperature)
       if source not in generated:
-        self._check_source(source)
-        # Another thread may add a completion during the join, so a copy is joined.
-        generated[source] = _SEPARATOR.join(tuple(self._parts[source]))
-      for start, end in _runs(sample.sampled[segment.start : segment.end], segment.start):
-        if not _contains(generated[source], tokens[start * _ENTRY_BYTES : end * _ENTRY_BYTES]):
+        generated[source] = self._joined(source)
+      known, place = generated[source], slice(segment.start, segment.end)
+      for start, end in _runs(sample.sampled[place], segment.start):
+        part = tokens[start * _ENTRY_BYTES : end * _ENTRY_BYTES]
+        if _contains(known.trainable, part):
+          continue
+        if not _contains(known.untrainable, part):
           raise ValueError(
             f'tokens [{start}, {end}) or their logprobs are not what engine {segment.engine!r} '
             f'generated as version {segment.version} for this lease'
           )
+        if sample.loss_mask[start:end].any():
+          raise ValueError(
+            f'tokens [{start}, {end}) are in loss_mask, but were drawn with another top_p or top_k '
+            "than the group's; leave them out of loss_mask, or request them with the group's "
+            'sampling'
+          )
     if (trained := sample.loss_mask & ~sample.sampled).any():
       raise ValueError(f'token {np.argmax(trained)} is in loss_mask, but was not sampled')
 
-  def _check_source(self, source: _Source) -> None:
-    known = list(self._parts)  # Another thread may add a source during the loops below.
-    sources = {(part.version, part.engine) for part in known}
-    if (source.version, source.engine) not in sources:
+  def _joined(self, source: _Source) -> _Joined:
+    """Returns the tokens of a source. Raises ValueError if it has generated none."""
+    # Another thread may add a completion meanwhile, so copies are used.
+    sources = {*list(self._parts), *list(self._untrainable)}
+    engines = {(part.version, part.engine) for part in sources}
+    if (source.version, source.engine) not in engines:
       raise ValueError(
         f'version {source.version} of engine {source.engine!r} generated nothing for this lease, '
-        f'wanted one of {sorted((str(version), engine) for version, engine in sources)}'
+        f'wanted one of {sorted((str(version), engine) for version, engine in engines)}'
       )
-    if source not in known:
-      wanted = sorted({part.temperature for part in known})
+    if source not in sources:
+      wanted = sorted({part.temperature for part in sources})
       raise ValueError(
         f'temperature is {source.temperature}, wanted one at which tokens were requested: {wanted}'
       )
+    return _Joined(
+      *(_SEPARATOR.join(tuple(parts.get(source, ()))) for parts in (self._parts, self._untrainable))
+    )
+
+
+class _Joined(NamedTuple):
+  """Generated tokens of one source, as entries. Completions are separated by `_SEPARATOR`."""
+
+  trainable: bytes
+  untrainable: bytes
 
 
 _ENTRY_BYTES = 8
@@ -99,6 +136,8 @@ def _contains(known: bytes, part: bytes) -> bool:
   # A comparison of whole entries finds the first entry of `part` ten times as fast as a search for
   # its bytes. With the slower search, a sample of many short slices would block the event loop for
   # seconds.
+  if len(known) < len(part):
+    return False
   matches = np.frombuffer(known, '<i8') == np.frombuffer(part, '<i8', count=1)
   first = int(matches.argmax())
   if not matches[first]:

@@ -15,13 +15,14 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import logging
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.process_clock import ProcessClock
+from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.contract import Roster, check_verdict
 from jaxrl_llm.rollout.explorers.errands import Errands
 from jaxrl_llm.rollout.explorers.generated import Generated
@@ -65,6 +66,8 @@ class LentGroup:
   """Id of the group, `<stage>/<task uid>/<visit>`. It is the prefix of its samples' uids."""
   samples: int
   """Number of trajectories in the group."""
+  sampling: Sampling = dataclasses.field(default_factory=Sampling)
+  """Sampling parameters of the group."""
   max_steps: int = 1
   """Maximum number of steps of a trajectory."""
   handed_in: asyncio.Queue[Rollout | Exception] = dataclasses.field(default_factory=asyncio.Queue)
@@ -122,13 +125,21 @@ class Leases:
       longer valid. `evicted` counts evicted explorers.
   """
 
-  def __init__(self, *, silent_s: float):
+  def __init__(
+    self,
+    *,
+    silent_s: float,
+    groups: int | None = None,
+    errands: Callable[[collections.Counter[str]], Errands] = Errands,
+  ):
     """
     Args:
       silent_s: seconds without a message after which an explorer is considered lost.
+      groups: maximum number of groups that one explorer holds; None for no limit.
+      errands: creates the record of the errands of a lease, with the given counters.
     """
     self.counts: collections.Counter[str] = collections.Counter()
-    self._silent_s = silent_s
+    self._silent_s, self._groups, self._errands = silent_s, groups, errands
     self._waiting: collections.deque[LentGroup] = collections.deque()
     self._lent: dict[str, LentGroup] = {}
     self._evicted: dict[str, str] = {}
@@ -190,7 +201,8 @@ class Leases:
         return None
       self._waiting.remove(group)
     group.lease = secrets.token_hex(16)
-    group.generated, group.errands = Generated(), Errands(self.counts)
+    group.generated = Generated(group.sampling)
+    group.errands = self._errands(self.counts)
     group.holder, group.lent = name, time.monotonic()
     self._lent[group.lease] = group
     self._measure()
@@ -199,8 +211,12 @@ class Leases:
   def _next(self, name: str) -> LentGroup | None:
     """Returns the first waiting group that this explorer may take, or None. A group is not lent to
     an explorer whose label is in its `evicted_holders`, unless that set contains all connected
-    explorers.
+    explorers. An explorer with the maximum number of groups may take none: a correct one asks only
+    when it has fewer, unless it never got the reply with a group.
     """
+    held = sum(group.holder == name for group in self._lent.values())
+    if self._groups is not None and held >= self._groups:
+      return None
     label = _label(name)
     for group in self._waiting:
       if (

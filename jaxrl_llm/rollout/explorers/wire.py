@@ -21,7 +21,7 @@ from jaxrl_llm.core.types import Json, Version
 from jaxrl_llm.rewards.api import Attempt, Reward, Verdict
 from jaxrl_llm.rollout.api import Completion, Errand, Request, Sampling
 from jaxrl_llm.rollout.repetition import RepetitionDetection
-from jaxrl_llm.rollout.signed_answer import SignedAnswer
+from jaxrl_llm.rollout.signed_answer import SignedPart, joined_parts
 
 HELLO, TAKE, ALIVE, LEAVE = '/hello', '/take', '/alive', '/leave'
 GENERATE, DELIVER, SCORE, ASK, SAMPLE, DONE, FAILED = (
@@ -113,14 +113,19 @@ def read_completion(row: Row) -> Completion:
 
 
 class Delivery(NamedTuple):
-  """Delivery of an explorer for an errand (`rollout.api.Errand`): an answer, or a problem."""
+  """Delivery of an explorer for an errand (`rollout.api.Errand`): parts of the answer, the reason
+  why there are no more, or both.
+  """
 
   nonce: str
-  answer: bytes = b''
-  """Answer of the server, in the form that its front has signed; empty if there is none."""
-  signature: bytes = b''
+  first: int = 0
+  """Number of the first of these parts in the answer."""
+  parts: tuple[tuple[bytes, bytes], ...] = ()
+  """(signature of the server's front, part of the answer in the form that the front has signed) of
+  each part.
+  """
   problem: str = ''
-  """Reason why the explorer has no answer; empty if it has one."""
+  """Reason why the explorer will have no more parts; empty if the answer is complete or goes on."""
 
 
 def errand_row(errand: Errand) -> Row:
@@ -136,13 +141,13 @@ def reference_row(nonce: str, completion: Completion) -> Row:
   return {**row, 'nonce': nonce}
 
 
-def joined_completion(row: Row, answers: dict[str, bytes]) -> Completion:
+def joined_completion(row: Row, answers: dict[str, list[tuple[bytes, bytes]]]) -> Completion:
   """Returns the completion of a row. The arrays of a row of `reference_row` are taken from the
-  signed answer with its nonce, which is removed from `answers`.
+  signed parts of the answer with its nonce, which are removed from `answers`.
   """
   if (nonce := row.get('nonce')) is None:
     return read_completion(row)
-  answer = SignedAnswer.decode(answers.pop(nonce))
+  answer = joined_parts([SignedPart.decode(part) for _, part in answers.pop(nonce)])
   # The master may have cut the answer, for example at a repetition.
   count = row['segments'][-1][1] if row['segments'] else 0
   tokens, logprobs = answer.tokens[:count], answer.logprobs[:count]

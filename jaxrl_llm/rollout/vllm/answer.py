@@ -27,7 +27,7 @@ from jaxrl_llm.core.net.client import Malformed, parse_json
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import CUT, Completion, Request
-from jaxrl_llm.rollout.signed_answer import SignedAnswer
+from jaxrl_llm.rollout.signed_answer import SignedPart
 
 _UNDRAWABLE = -9000.0
 """Lower limit for the logprob of a sampled token. vLLM writes -9999 for minus infinity."""
@@ -105,41 +105,65 @@ def read_completion(
     return _checked(_of_adapter(_parse(data), adapter), request, engine, labels)
 
 
-def signed_answer(data: bytes) -> bytes:
-  """Returns a server's response to a request for one sample in the form that its front signs.
-  Raises ValueError if the response does not have vLLM's format.
+def signed_answer(data: bytes) -> SignedPart:
+  """Returns a server's whole response to a request for one sample in the form that its front signs.
+  Raises ValueError, KeyError or TypeError if the response does not have vLLM's format.
   """
-  choice = _parse(data)
-  return SignedAnswer(
+  return _signed(_parse(data))
+
+
+def signed_events(data: bytes, name: str) -> SignedPart:
+  """Returns complete events of a streamed response in the form that its front signs. The part is
+  empty if the events contain nothing to sign. Raises ValueError, KeyError or TypeError if they do
+  not have vLLM's format.
+
+  Args:
+    name: id of the request in each event.
+  """
+  choice, reason, _ = _parse_events(data, name)
+  return _signed(choice, broken=reason if choice.finish_reason is None else '')
+
+
+def _signed(choice: _Choice, broken: str = '') -> SignedPart:
+  spans = choice.spans if choice.finish_reason is not None else []
+  return SignedPart(
     tokens=choice.tokens,
     logprobs=choice.logprobs,
     finish=choice.finish_reason,
-    spans=[(span['version'], span['start'], span['end']) for span in choice.spans],
-  ).encode()
+    spans=[(span['version'], span['start'], span['end']) for span in spans],
+    broken=broken,
+  )
 
 
-def read_signed(
-  answer: bytes,
+def read_parts(
+  part: SignedPart,
   request: Request,
   *,
+  known: int,
   engine: str,
   labels: Mapping[str, Version],
   adapter: str | None = None,
-) -> Completion:
-  """Returns the completion in an answer that a front has signed (`signed_answer`). For the other
-  arguments and the exceptions, see `read_completion`.
+) -> Completion | Begun:
+  """Returns the completion in an answer that a front has signed, or the beginning of the completion
+  if the answer breaks off.
+
+  Args:
+    part: the parts of the answer that have arrived, joined.
+    known: number of tokens that arrived while the weights that sampled them were known. `Begun`
+      contains only these.
+
+  For the other arguments and the exceptions, see `read_completion`.
   """
   with _reading(engine, request):
-    signed = SignedAnswer.decode(answer)
-    if len(signed.tokens) != len(signed.logprobs):
-      raise ValueError(f'{len(signed.logprobs)} logprobs for its {len(signed.tokens)} tokens')
     names = ('version', 'start', 'end')
     choice = _Choice(
-      tokens=signed.tokens,
-      logprobs=signed.logprobs,
-      finish_reason=signed.finish,
-      spans=[dict(zip(names, span, strict=True)) for span in signed.spans],
+      tokens=part.tokens,
+      logprobs=part.logprobs,
+      finish_reason=part.finish,
+      spans=[dict(zip(names, span, strict=True)) for span in part.spans],
     )
+    if part.finish in (None, _ABORT):
+      return _begun(choice, request, known, part.broken or part.finish or '')
     return _checked(_of_adapter(choice, adapter), request, engine, labels)
 
 

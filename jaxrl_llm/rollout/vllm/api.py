@@ -8,7 +8,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -151,10 +151,25 @@ class DirectServer(EngineServer, Protocol):
     ...
 
   async def fetch(
-    self, request: Request, index: int, *, seed: int, deadline_s: float
+    self,
+    request: Request,
+    index: int,
+    *,
+    seed: int,
+    deadline_s: float,
+    stream: int | None,
+    is_known: Callable[[], bool],
   ) -> Completion:
     """Samples completion `index` of a request, like `generate`, and has `request.courier` fetch it.
-    Raises Undelivered if the courier does not deliver it.
+
+    Args:
+      stream: number of tokens in each part of the answer; None if the answer has a single part.
+      is_known: returns whether the server's weights were known when this method was called, and no
+        update of the server has begun since.
+
+    Raises:
+      Undelivered: the courier has not delivered the completion, and has not requested it.
+      Broken: as in `StreamingServer.stream`.
     """
     ...
 

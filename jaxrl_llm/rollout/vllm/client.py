@@ -15,7 +15,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,11 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Client, Lost, Malformed, Refused, RemoteError, parse_json
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Request, Undelivered
-from jaxrl_llm.rollout.vllm.answer import Begun, read_completion, read_signed, read_stream
-from jaxrl_llm.rollout.vllm.direct import TicketOffice
+from jaxrl_llm.rollout.signed_answer import SignedPart
+from jaxrl_llm.rollout.vllm.answer import Begun, read_completion, read_parts, read_stream
 from jaxrl_llm.rollout.vllm.publication import Publication
 from jaxrl_llm.rollout.vllm.stream import Arrivals, Broken
+from jaxrl_llm.rollout.vllm.ticket_office import TicketOffice
 
 MODEL = 'policy'
 """Name under which servers serve the policy (`--served-model-name`)."""
@@ -92,7 +93,9 @@ class VllmClient:
     """HTTP clients. `_samples` sends the requests for samples, in the event loop for responses;
     `_calls` sends all other requests.
     """
-    self._tickets = TicketOffice(address, key)
+    self._tickets = TicketOffice(
+      address, key, name=self.name, call=self.call, answers=self._samples
+    )
     self._closed = asyncio.Event()
     self._labels: dict[str, Version] = {}
     """Versions published through this client, keyed by label. Completions with other labels are
@@ -115,6 +118,7 @@ class VllmClient:
 
   async def close(self) -> None:
     self._closed.set()
+    await self._tickets.close()
     await self._calls.close()
     await background.responses().run(self._samples.close())
 
@@ -212,46 +216,65 @@ class VllmClient:
         process with other weights.
       Malformed: the response does not match the request. None of its tokens are kept.
     """
-    body = self._body(request, index, seed)
-    body['stream'] = True
-    body['sampling_params']['stream_interval'] = arrivals.interval
+    body = self._body(request, index, seed, stream=arrivals.interval)
     receiving = self._receive(body, request, self.adapter, arrivals, deadline_s)
     return await self._sampled(receiving, request)
 
   async def check_front(self) -> None:
     """Raises Refused if no front signs the server's answers, and Lost if it does not respond."""
-    await self._tickets.front(self.call)
+    await self._tickets.front()
 
   async def fetch(
-    self, request: Request, index: int, *, seed: int, deadline_s: float
+    self,
+    request: Request,
+    index: int,
+    *,
+    seed: int,
+    deadline_s: float,
+    stream: int | None,
+    is_known: Callable[[], bool],
   ) -> Completion:
     """Generates one completion of a request, like `generate`, and has the request's courier fetch
     it.
 
+    Args:
+      stream: number of tokens in each part of the answer; None if the answer has a single part.
+      is_known: see `Arrivals`.
+
     Raises:
-      Undelivered: the courier has not delivered the completion.
+      Undelivered: the courier has not delivered the completion, and has not requested it.
+      Broken, Malformed: as in `stream`.
       Lost, UserError: as in `generate`.
     """
     assert request.courier is not None, 'nobody fetches completions'
     try:
-      front = await self._tickets.front(self.call)
+      front = await self._tickets.front()
     except Refused as error:
       raise Undelivered(str(error)) from None
-    adapter = None if self.adapter is None else self.adapter.label
     errand = self._tickets.errand(
       front,
-      json.dumps(self._body(request, index, seed)).encode(),
+      json.dumps(self._body(request, index, seed, stream=stream)).encode(),
       deadline_s,
-      tokens=request.max_tokens,
-      parse=functools.partial(
-        read_signed, request=request, engine=self.name, labels=self._labels, adapter=adapter
+      read=functools.partial(
+        self._read_parts, request, None if self.adapter is None else self.adapter.label
       ),
+      is_known=is_known,
+      arrived=self._recognise_soon,
     )
-    try:
-      return await self._unless_closed(request.courier.fetch(errand))
-    except Undelivered:
-      self._tickets.forget()
-      raise
+    return await self._unless_closed(self._tickets.completion(request.courier, errand))
+
+  def _read_parts(
+    self, request: Request, adapter: str | None, part: SignedPart, known: int, begun: float
+  ) -> Completion | Begun:
+    """Reads the signed parts of an answer; see `ticket_office.Read`."""
+    return read_parts(
+      part,
+      request,
+      known=known if self._recognised >= begun else 0,
+      engine=self.name,
+      labels=self._labels,
+      adapter=adapter,
+    )
 
   async def _unless_closed(self, fetch: Coroutine[Any, Any, Completion]) -> Completion:
     """Returns the result of a coroutine. Cancels it and raises Lost once this client is closed, for
@@ -270,15 +293,26 @@ class VllmClient:
         task.cancel()
       await asyncio.gather(*tasks, return_exceptions=True)
 
-  def _body(self, request: Request, index: int, seed: int) -> dict[str, Any]:
-    """Returns the body of the request for one sample. For the arguments, see `generate`."""
-    return {
+  def _body(
+    self, request: Request, index: int, seed: int, *, stream: int | None = None
+  ) -> dict[str, Any]:
+    """Returns the body of the request for one sample. For the other arguments, see `generate`.
+
+    Args:
+      stream: number of tokens in each event of a streamed response; None for a whole response.
+    """
+    sampling = _sampling_params(request, sampler_seed(seed, request, index))
+    body = {
       'request_id': f'{request.uid}/{index}',
       'token_ids': list(request.prompt),
       **_model(self.adapter),
       **self._salt(),
-      'sampling_params': _sampling_params(request, sampler_seed(seed, request, index)),
+      'sampling_params': sampling,
     }
+    if stream is not None:
+      body['stream'] = True
+      sampling['stream_interval'] = stream
+    return body
 
   async def _sampled(self, work: Coroutine[Any, Any, Completion], request: Request) -> Completion:
     """Runs a coroutine in the event loop for responses.
@@ -358,6 +392,11 @@ class VllmClient:
       why = lost or f'{label}: broke off: {answer.reason or "the server gave no reason"}'
       raise Broken(f'{why} (after {count} tokens)', answer)
     return answer
+
+  def _recognise_soon(self, begun: float) -> None:
+    """Calls `_recognise` in the event loop for responses, if that is necessary."""
+    if self._recognised < begun:
+      background.responses().call_soon(self._recognise, begun)
 
   def _recognise(self, begun: float) -> None:
     """Starts a request for the server's label, to check that the server is not a new process with

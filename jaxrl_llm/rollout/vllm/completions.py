@@ -8,6 +8,7 @@ are streamed, the retries continue after the tokens that have arrived (see `stre
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 
@@ -106,8 +107,8 @@ class Completions:
     """Generates one completion, with up to `max_retries` retries, each of which continues after the
     tokens that have arrived. Retries after a server has left the fleet do not count.
 
-    If the request's courier does not deliver the completion, the fleet fetches it itself. It does
-    not repair the server because of that, and the retry does not count.
+    If the request's courier has not even requested the completion, the fleet fetches it itself. It
+    does not repair the server because of that, and the retry does not count.
     """
     roster, config = self._roster, self._config
     answer = Answer(request)
@@ -118,42 +119,59 @@ class Completions:
       roster.check_alive()
       missing = answer.missing
       deadline_s = config.latency_s + missing.max_tokens / config.min_tokens_per_s
-      # Wait 'place': bounded by the deadlines of earlier requests and by `Repairs.watch`.
-      replica, life = await roster.dispatcher.acquire(samples=request.sampling.temperature > 0)
-      version = replica.sampled_with
       try:
-        completion = await replica.generate(
-          missing, index, seed=self._seed, deadline_s=deadline_s, stream=config.stream
-        )
-        # Wait 'settled': bounded by the deadlines of the calls that publish a version.
-        await replica.settled.wait()
-        if replica.life == life and all(
-          segment.version in replica.proven for segment in completion.segments
-        ):
-          replica.failures = 0
-          return self._accept(answer.complete(completion))
-        roster.counts['void'] += 1
-        roster.counts['void_tokens'] += len(completion.tokens)
-        error = Lost(
-          f'{replica.name}: returned tokens of a version it was not proven to have loaded'
-        )
+        async with self._place(missing) as (replica, life):
+          version = replica.sampled_with
+          try:
+            completion = await replica.generate(
+              missing, index, seed=self._seed, deadline_s=deadline_s, stream=config.stream
+            )
+            # Wait 'settled': bounded by the deadlines of the calls that publish a version.
+            await replica.settled.wait()
+            if replica.life == life and all(
+              segment.version in replica.proven for segment in completion.segments
+            ):
+              replica.failures = 0
+              return self._accept(answer.complete(completion))
+            roster.counts['void'] += 1
+            roster.counts['void_tokens'] += len(completion.tokens)
+            error = Lost(
+              f'{replica.name}: returned tokens of a version it was not proven to have loaded'
+            )
+          except Lost as lost:
+            error = lost
+            if replica.state == ReplicaState.SERVING and replica.life == life:
+              self._repair(replica, str(lost))
+            if isinstance(lost, Broken) and self._keep(answer, lost.begun, version, replica.name):
+              return self._accept(answer.whole)
       except Undelivered as undelivered:
         error = undelivered
         answer.missing = dataclasses.replace(answer.missing, courier=None)
         continue
-      except Lost as lost:
-        error = lost
-        if replica.state == ReplicaState.SERVING and replica.life == life:
-          self._repair(replica, str(lost))
-        if isinstance(lost, Broken) and self._keep(answer, lost.begun, version, replica.name):
-          return self._accept(answer.whole)
-      finally:
-        roster.dispatcher.release(replica)
       failures += replica in roster.replicas
     raise RunError(
       f'request {request.uid}, sample {index}: lost {config.max_retries + 1} times; the '
       f'last error: {error}'
     )
+
+  @contextlib.asynccontextmanager
+  async def _place(self, request: Request) -> AsyncIterator[tuple[Replica, int]]:
+    """Yields (server for a request for one sample, the server's `life` at the time of dispatch).
+    The request counts as in flight on the server during the block.
+
+    Raises:
+      Undelivered: the request's courier runs no more errands.
+    """
+    courier, dispatcher = request.courier, self._roster.dispatcher
+    # The request must not take a place at a server while it waits for its courier.
+    # Wait 'errand': bounded by the time limits of the courier's earlier errands.
+    async with contextlib.nullcontext() if courier is None else courier.place():
+      # Wait 'place': bounded by the deadlines of earlier requests and by `Repairs.watch`.
+      replica, life = await dispatcher.acquire(samples=request.sampling.temperature > 0)
+      try:
+        yield replica, life
+      finally:
+        dispatcher.release(replica)
 
   def _keep(self, answer: Answer, begun: Begun, version: Version | None, engine: str) -> bool:
     """Appends the tokens of a streamed answer that broke off. Returns whether the answer is now

@@ -1,49 +1,117 @@
-"""Completions that explorers fetch from servers directly. A server's front signs the answers
-(`SigningFront`). The fleet's client issues tickets and checks signatures (`TicketOffice`).
+"""Answers of a server that its front signs, for explorers that fetch completions directly. The
+fleet's client issues the tickets and checks the signatures (`rollout.vllm.ticket_office`).
 
-For the ticket of a request, a front signs its server's answer: the tokens with logprobs, and the
-labels of the weights. The fleet treats a completion with the right signature like one that it has
-fetched itself: the labels must be those of versions that the server was proven to have loaded.
+For the ticket of a request, a front passes the request on to its server, and signs the answer in
+parts while it arrives: the tokens with logprobs and, at the end, the labels of the weights. The
+answer belongs to the front, not to the connection of the explorer: if that breaks, the fleet
+collects the same answer, and nothing is sampled again.
 
-Invariant: a completion is accepted only if it is the answer to exactly the fleet's request, given
-by the front of the server that the fleet chose. A ticket names that front and the digest of the
-request's body. It therefore determines the prompt, the sampling parameters and the seed.
+Invariant: a front answers the request of a ticket at most once, and only as long as the ticket was
+not withdrawn. Whoever sends it, an answer has one sequence of signed parts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
+import contextlib
+import dataclasses
+import json
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
 
+import msgpack
 from aiohttp import web
 
 from jaxrl_llm.core import background
+from jaxrl_llm.core.errors import one_line
 from jaxrl_llm.core.net.client import Client, Lost, Malformed, Refused
 from jaxrl_llm.core.net.front import MAX_BODY, Handler
-from jaxrl_llm.core.net.server import SERVER, Refusal, begin_upload
-from jaxrl_llm.core.net.tickets import Ticket, TicketKeys
+from jaxrl_llm.core.net.server import SERVER, Refusal, begin_upload, parse_object
+from jaxrl_llm.core.net.tickets import Chain, Ticket, TicketKeys
 from jaxrl_llm.core.net.token_server import TicketHandler
-from jaxrl_llm.core.types import Json
-from jaxrl_llm.rollout.api import Completion, Errand, Forged
-from jaxrl_llm.rollout.vllm.answer import signed_answer
+from jaxrl_llm.rollout.signed_answer import BEAT_S, KEEP_S, SignedPart, empty_part
+from jaxrl_llm.rollout.vllm.answer import signed_answer, signed_events
 
 FRONT_PATH, SIGNED_PATH = '/direct/front', '/direct/generate'
 """Paths of a front: for its number, which it chooses at random, and for requests for samples that
 have a ticket.
 """
+COLLECT_PATH, WITHDRAW_PATH = '/direct/collect', '/direct/withdraw'
+"""Paths of a front, for requests with its token: for the answer to a ticket, from any part on, and
+for tickets that are no longer good.
+"""
+MALFORMED = 'malformed'
+"""Value of `SignedPart.finish` if the server's answer does not have vLLM's format. None of its
+tokens are used.
+"""
 _UPSTREAM_PATH = '/inference/v1/generate'
 _MAX_ANSWER_BYTES = 1 << 28
+_MAX_IDLE_BYTES = 1 << 28
+"""Maximum size in bytes of all complete answers that nobody is reading."""
+_MAX_MESSAGE = 1 << 20
+"""Maximum size in bytes of a request to collect an answer or to withdraw tickets."""
 _REMEMBERED = 1 << 16
 """Number of used tickets after which a front forgets them and takes another number, so that none of
 them is good again. Unused tickets for the earlier number are then refused, too.
 """
-_NUMBER = re.compile('[0-9a-f]{32}')
+_END = b'\n\n'
+"""End of an event of a streamed response."""
+
+
+class _Answer:
+  """Answer to the request of one ticket.
+
+  Attributes:
+    frames: signed parts, each as [signature, part] in msgpack.
+    refusal: reason why there is no (complete) answer; None if there is none.
+    is_complete: whether no more frames will follow.
+    readers: number of requests to which the answer is being sent.
+  """
+
+  def __init__(self, chain: Chain):
+    self.frames: list[bytes] = []
+    self.size = 0
+    """Size of the frames in bytes."""
+    self.refusal: Refusal | None = None
+    self.is_complete, self.readers = False, 0
+    self.work: asyncio.Task | None = None
+    """Task that adds the frames."""
+    self._chain, self._news = chain, asyncio.Event()
+    self._began = time.monotonic()
+
+  def add(self, part: SignedPart) -> None:
+    data = dataclasses.replace(part, age_s=time.monotonic() - self._began).encode()
+    self.frames.append(msgpack.packb([self._chain.sign(data), data]))
+    self.size += len(self.frames[-1])
+    self._tell()
+
+  def complete(self, refusal: Refusal | None = None) -> None:
+    if not self.is_complete:
+      self.is_complete, self.refusal = True, refusal
+      self._tell()
+
+  def _tell(self) -> None:
+    self._news.set()
+    self._news = asyncio.Event()
+
+  async def sent_from(self, first: int) -> AsyncIterator[bytes]:
+    """Yields the frames from number `first` on, as they are added, several at a time."""
+    while True:
+      if first < len(self.frames):
+        frames = self.frames[first:]
+        first += len(frames)
+        yield b''.join(frames)
+      elif self.is_complete:
+        return
+      else:
+        # Wait 'upstream': bounded: `SigningFront._work` adds a part at least every `BEAT_S`.
+        await self._news.wait()
 
 
 class SigningFront:
-  """Handlers of a front for requests with tickets."""
+  """Handlers of a front for requests with tickets, and for the fleet that has issued them."""
 
   def __init__(self, upstream: str, token: str):
     """
@@ -56,150 +124,235 @@ class SigningFront:
       upstream, key=None, ca_file=None, where='front', max_bytes=_MAX_ANSWER_BYTES
     )
     self._used: set[str] = set()
-    """Nonces of the used tickets for the current number."""
+    """Nonces of the used and withdrawn tickets for the current number."""
+    self._uploading: set[str] = set()
+    """Nonces of the tickets whose request is being received."""
+    self._answers: dict[str, _Answer] = {}
+    """Answers that are running, being sent, or kept, keyed by nonce."""
+    self._idle: dict[str, int] = {}
+    """Size in bytes of each complete answer that nobody reads, keyed by nonce, oldest first."""
+    self._idle_bytes = 0
+    """Sum of the sizes in `_idle`."""
 
   @property
   def handlers(self) -> Mapping[tuple[str, str], Handler]:
-    return {('GET', FRONT_PATH): self._identify}
+    return {
+      ('GET', FRONT_PATH): self._identify,
+      ('POST', COLLECT_PATH): self._collect,
+      ('POST', WITHDRAW_PATH): self._withdraw,
+    }
 
   @property
   def ticketed(self) -> Mapping[tuple[str, str], TicketHandler]:
     return {('POST', SIGNED_PATH): self._generate}
 
   async def close(self) -> None:
+    works = [answer.work for answer in self._answers.values() if answer.work is not None]
+    for nonce in [*self._answers]:
+      self._drop(nonce)
+    await asyncio.gather(*works, return_exceptions=True)
     await self._client.close()
 
   async def _identify(self, request: web.BaseRequest) -> web.Response:
     return web.json_response({'front': self._id}, headers=SERVER)
 
-  async def _generate(self, request: web.BaseRequest, ticket: Ticket) -> web.Response:
-    """Passes the request on to the server. Responds with the signature, followed by the server's
-    answer in signed form.
-    """
+  async def _generate(self, request: web.BaseRequest, ticket: Ticket) -> web.StreamResponse:
+    """Passes the request on to the server, and responds with the signed parts of its answer."""
     body = await self._redeem(request, ticket)
-    try:
-      # Wait 'upstream': bounded by the client, which cancels the request by hanging up.
-      async with self._client.request(
-        'POST',
-        _UPSTREAM_PATH,
-        body,
-        label='the server behind this front',
-        deadline_s=None,
-        headers={'Content-Type': 'application/json'},
-      ) as response:
-        data = await response.read()
-      # A thread is used, because parsing a long answer would block the event loop.
-      answer = await asyncio.to_thread(signed_answer, data)
-    except Refused as refused:
-      raise Refusal(refused.status or 400, str(refused)) from None
-    except (Lost, ValueError, KeyError, TypeError) as error:
-      raise Refusal(502, f'no completion: {" ".join(str(error).split())[:300]}') from None
-    signature = self._keys.sign(ticket, answer)
-    return web.Response(
-      body=signature + answer, content_type='application/octet-stream', headers=SERVER
-    )
+    answer = self._answers[ticket.nonce] = _Answer(self._keys.chain(ticket))
+    answer.work = asyncio.create_task(self._work(answer, body))
+    return await self._send(request, ticket.nonce, 0)
+
+  async def _collect(self, request: web.BaseRequest) -> web.StreamResponse:
+    """Responds with the signed parts of the answer to a ticket. A ticket that nobody has used is
+    withdrawn, so that its request is answered only once.
+    """
+    body = await _message(request)
+    nonce, first = body.get('nonce'), body.get('first')
+    if not isinstance(nonce, str) or type(first) is not int or first < 0:
+      raise Refusal(400, 'wanted {"nonce": text, "first": integer of at least 0}')
+    if nonce not in self._answers:
+      self._use(nonce)
+      raise Refusal(404, 'there is no answer to this ticket')
+    return await self._send(request, nonce, first)
+
+  async def _withdraw(self, request: web.BaseRequest) -> web.Response:
+    """Withdraws tickets, and ends the requests that were made with them."""
+    nonces = (await _message(request)).get('nonces')
+    if not isinstance(nonces, list) or not all(isinstance(nonce, str) for nonce in nonces):
+      raise Refusal(400, 'wanted {"nonces": [text, …]}')
+    for nonce in nonces:
+      self._use(nonce)
+      self._drop(nonce)
+    return web.json_response({}, headers=SERVER)
 
   async def _redeem(self, request: web.BaseRequest, ticket: Ticket) -> bytes:
     """Returns the body of a request, and marks its ticket as used. Raises Refusal if the ticket
-    does not permit this request, or if it was used before.
+    does not permit this request, or if it was used or withdrawn before.
 
-    The ticket is marked before the body is read, because otherwise one ticket would admit any
-    number of large bodies at the same time. It stays good if the body breaks off or is another one.
+    While the body is received, the ticket admits no other one, because otherwise one ticket would
+    admit any number of large bodies at the same time. It stays good if the body breaks off or is
+    another one.
     """
-    if ticket.front != self._id:
-      raise Refusal(403, 'the ticket is for another front, or from before this one started')
-    if ticket.nonce in self._used:
+    self._check(ticket)
+    if ticket.nonce in self._uploading:
       raise Refusal(403, 'the ticket has been used')
-    self._used.add(ticket.nonce)
+    self._uploading.add(ticket.nonce)
     try:
       body = await (await begin_upload(request, MAX_BODY)).read()
       if not await background.by_length(len(body) >> 8, ticket.permits, body):
         raise Refusal(403, 'the ticket is for a request with another body')
-    except BaseException:
-      self._used.discard(ticket.nonce)
-      raise
+    finally:
+      self._uploading.discard(ticket.nonce)
+    self._check(ticket)  # It may have been withdrawn meanwhile.
+    self._use(ticket.nonce)
+    return body
+
+  def _check(self, ticket: Ticket) -> None:
+    if ticket.front != self._id:
+      raise Refusal(403, 'the ticket is for another front, or from before this one started')
+    if ticket.nonce in self._used:
+      raise Refusal(403, 'the ticket has been used')
+
+  def _use(self, nonce: str) -> None:
+    self._used.add(nonce)
     if len(self._used) >= _REMEMBERED:
       self._id = secrets.token_hex(16)
       self._used.clear()
-    return body
 
-
-class TicketOffice:
-  """Issues tickets for the front of one server, and checks the answers that are delivered."""
-
-  def __init__(self, address: str, key: str | None):
+  async def _send(self, request: web.BaseRequest, nonce: str, first: int) -> web.StreamResponse:
+    """Responds with the parts of an answer from number `first` on. If the answer has no end, the
+    connection is broken off.
     """
-    Args:
-      address: address of the front.
-      key: token of the front; None if the server has no front.
-    """
-    self._address, self._key = address, key
-    self._front: str | None = None
-    """Number of the front. None before the first request for it, and after an errand has failed."""
+    answer = self._answers[nonce]
+    answer.readers += 1
+    self._forget_idle(nonce)
+    response = web.StreamResponse(headers=SERVER)
+    response.content_type = 'application/octet-stream'
+    try:
+      async with contextlib.aclosing(answer.sent_from(first)) as frames:
+        async for data in frames:
+          if not response.prepared:
+            await response.prepare(request)
+          await response.write(data)
+    finally:
+      answer.readers -= 1
+      if not answer.readers and self._answers.get(nonce) is answer:
+        self._let_go(nonce, answer)
+    if answer.refusal is None:
+      if not response.prepared:  # The reader has all parts.
+        await response.prepare(request)
+      return response
+    if not response.prepared:
+      raise answer.refusal
+    if request.transport is not None:
+      request.transport.abort()
+    return response
 
-  async def front(self, call: Callable[..., Awaitable[Json]]) -> str:
-    """Returns the number of the front.
+  def _let_go(self, nonce: str, answer: _Answer) -> None:
+    """Keeps an answer that nobody is reading any more, for `KEEP_S` seconds."""
+    asyncio.get_running_loop().call_later(KEEP_S, self._drop_unread, nonce, answer)
+    if answer.is_complete:
+      self._idle[nonce] = answer.size
+      self._idle_bytes += answer.size
+      while self._idle_bytes > _MAX_IDLE_BYTES:
+        self._drop(next(iter(self._idle)))
 
-    Args:
-      call: `VllmClient.call`.
+  def _forget_idle(self, nonce: str) -> None:
+    """Records that an answer is being read, or is no longer kept."""
+    self._idle_bytes -= self._idle.pop(nonce, 0)
+
+  def _drop_unread(self, nonce: str, answer: _Answer) -> None:
+    if not answer.readers and self._answers.get(nonce) is answer:
+      self._drop(nonce)
+
+  def _drop(self, nonce: str) -> None:
+    """Forgets an answer, and ends its request to the server."""
+    self._forget_idle(nonce)
+    answer = self._answers.pop(nonce, None)
+    if answer is not None:
+      answer.complete(Refusal(410, 'the ticket has been withdrawn'))
+      if answer.work is not None:
+        answer.work.cancel()
+
+  async def _work(self, answer: _Answer, body: bytes) -> None:
+    """Has the server answer a request, and adds the signed parts to `answer`."""
+    refusal: Refusal | None = Refusal(502, 'the front failed')
+    try:
+      async with (
+        contextlib.aclosing(self._parts(body)) as parts,
+        contextlib.aclosing(_beating(parts)) as beating,
+      ):
+        async for part in beating:
+          answer.add(part)
+      refusal = None
+    except Refused as refused:
+      refusal = Refusal(refused.status or 400, str(refused))
+    except (Malformed, ValueError, KeyError, TypeError) as error:
+      refusal = None
+      answer.add(empty_part(finish=MALFORMED, broken=one_line(error)))
+    except Lost as lost:
+      refusal = None
+      answer.add(empty_part(broken=one_line(lost)))
+    finally:
+      answer.complete(refusal)
+
+  async def _parts(self, body: bytes) -> AsyncGenerator[SignedPart, None]:
+    """Yields the parts of the server's answer; the last one has its end.
 
     Raises:
-      Refused: the server has no front that signs.
-      Lost: the front does not answer.
+      Refused, Lost: the server has refused the request, or was lost.
+      ValueError, KeyError, TypeError: the answer does not have vLLM's format.
     """
-    if self._key is None or self._address.startswith('unix:'):
-      raise Refused(f'{self._address} has no front')
-    if self._front is None:
-      answer = await call('GET', FRONT_PATH)
-      front = answer.get('front') if isinstance(answer, dict) else None
-      if not (isinstance(front, str) and _NUMBER.fullmatch(front)):
-        raise Malformed(f'{self._address}: {FRONT_PATH}: answered {str(answer)[:80]}')
-      self._front = front
-    return self._front
+    asked = json.loads(body)
+    # Wait 'upstream': bounded by the fleet, which withdraws the ticket.
+    async with self._client.request(
+      'POST',
+      _UPSTREAM_PATH,
+      body,
+      label='the server behind this front',
+      deadline_s=None,
+      headers={'Content-Type': 'application/json'},
+    ) as response:
+      if not asked.get('stream'):
+        # A thread is used, because parsing a long answer would block the event loop.
+        yield await asyncio.to_thread(signed_answer, await response.read())
+        return
+      name, rest, size = f'generate-tokens-{asked["request_id"]}', b'', 0
+      async for chunk in response.chunks():
+        size += len(chunk)
+        if size > _MAX_ANSWER_BYTES:
+          raise ValueError(f'more than {_MAX_ANSWER_BYTES} bytes')
+        events, end, rest = (rest + chunk).rpartition(_END)
+        if not end:
+          continue
+        # About 160 bytes per token.
+        part = await background.by_length(len(events) // 160, signed_events, events + end, name)
+        if part.is_last or len(part.tokens):
+          yield part
+        if part.is_last:
+          return
+    yield empty_part(broken='the server broke off its answer')
 
-  def errand(
-    self,
-    front: str,
-    body: bytes,
-    deadline_s: float,
-    *,
-    tokens: int,
-    parse: Callable[[bytes], Completion],
-  ) -> Errand:
-    """Returns an errand for a request, with a new ticket.
 
-    Args:
-      front: number of the front.
-      body: body of the request.
-      deadline_s: seconds within which the completion must be delivered.
-      tokens: maximum number of tokens of the completion.
-      parse: function that parses a signed answer. It runs in a thread if `tokens` is large.
-    """
-    assert self._key is not None, '`front` has raised an error'
-    keys = TicketKeys(self._key)
-    ticket = keys.issue(front, body)
+async def _beating(parts: AsyncGenerator[SignedPart, None]) -> AsyncGenerator[SignedPart, None]:
+  """Yields the parts, and an empty part after each `BEAT_S` seconds without one."""
+  pending = asyncio.ensure_future(anext(parts))
+  try:
+    while True:
+      if not (await asyncio.wait({pending}, timeout=BEAT_S))[0]:
+        yield empty_part()
+        continue
+      try:
+        part = pending.result()
+      except StopAsyncIteration:
+        return
+      yield part
+      pending = asyncio.ensure_future(anext(parts))
+  finally:
+    pending.cancel()
+    await asyncio.gather(pending, return_exceptions=True)
 
-    def read_checked(signature: bytes, answer: bytes) -> Completion:
-      if not keys.is_signed(ticket, answer, signature):
-        raise Forged(f'{len(answer)} bytes without the signature of {self._address}')
-      return parse(answer)
 
-    async def read(signature: bytes, answer: bytes) -> Completion:
-      # An explorer may deliver a longer answer than the engine has requested. Each token takes 8
-      # bytes.
-      count = max(tokens, len(answer) // 8)
-      return await background.by_length(count, read_checked, signature, answer)
-
-    return Errand(
-      nonce=ticket.nonce,
-      address=self._address,
-      path=SIGNED_PATH,
-      authorization=keys.header(ticket),
-      body=body,
-      deadline_s=deadline_s,
-      read=read,
-    )
-
-  def forget(self) -> None:
-    """Forgets the number of the front, because the front may have been restarted."""
-    self._front = None
+async def _message(request: web.BaseRequest) -> dict[str, Any]:
+  return parse_object(await (await begin_upload(request, _MAX_MESSAGE)).read())

@@ -221,11 +221,16 @@ class Replica:
     self._sampling += 1
     self._drained.clear()
     try:
-      if request.courier is not None and self._is_direct:
-        return await self.client.fetch(request, index, seed=seed, deadline_s=deadline_s)
-      if stream is None or request.max_tokens <= stream or not self._streams:
-        return await self.client.generate(request, index, seed=seed, deadline_s=deadline_s)
+      if stream is not None and (request.max_tokens <= stream or not self._streams):
+        stream = None
       updates = self._updates if self.sampled_with is not None else None
+      arguments = {'seed': seed, 'deadline_s': deadline_s}
+      if request.courier is not None and self._is_direct:
+        return await self.client.fetch(
+          request, index, **arguments, stream=stream, is_known=lambda: self._updates == updates
+        )
+      if stream is None:
+        return await self.client.generate(request, index, **arguments)
       arrivals = Arrivals(stream, lambda: self._updates == updates)
       return await self.client.stream(
         request, index, seed=seed, deadline_s=deadline_s, arrivals=arrivals

@@ -38,6 +38,14 @@ def test_explorers_fetch_only_what_they_cannot_sign(vllm, explorers, words):
   assert '\n' not in str(caught.value) and 'rollout.explorers.direct: True' in str(caught.value)
 
 
+@pytest.mark.parametrize('limits', [{'tickets': 0}, {'ticket_s': 14.0}, {'ticket_s': 61.0}])
+def test_limits_of_tickets_have_bounds(limits):
+  """A front signs every 5 s that it is at work, and keeps an answer for two minutes."""
+  with pytest.raises(UserError, match=r'^rollout.explorers: tickets [^\n]*15 to 60'):
+    ExplorersConfig(**limits)
+  ExplorersConfig(tickets=1, ticket_s=15.0)
+
+
 def test_the_tokens_of_explorers_and_servers_differ(tmp_path):
   for name, text in (
     ('a', 'token-0123456789'),

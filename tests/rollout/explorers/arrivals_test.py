@@ -54,7 +54,7 @@ COMPLETION = Completion(
 def group():
   order = {'task': wire.task_row(TASK), 'visit': 3, 'stage': 'grpo', 'samples': 4}
   lent = LentGroup(order=order, name=NAME, samples=4)
-  lent.generated.add(COMPLETION, 1.0)
+  lent.generated.add(COMPLETION, Sampling())
   return lent
 
 
@@ -126,12 +126,54 @@ def test_a_run_of_tokens_comes_from_one_completion():
         logprobs=COMPLETION.logprobs[[[4, 9, 1].index(token) for token in part]],
         segments=(dataclasses.replace(COMPLETION.segments[0], end=count),),
       ),
-      1.0,
+      Sampling(),
     )
   with pytest.raises(Misbehaved, match=r'tokens \[2, 5\) or their logprobs'):
     read_one(encode(sample()), lent)
-  lent.generated.add(COMPLETION, 1.0)
+  lent.generated.add(COMPLETION, Sampling())
   assert encode(read_one(encode(sample()), lent)) == encode(sample())
+
+
+NARROW = Sampling(top_p=0.9)
+
+
+@pytest.mark.parametrize('narrow', [NARROW, Sampling(top_k=5), Sampling(top_p=0.9, top_k=5)])
+def test_tokens_of_a_narrowed_distribution_are_not_trained_on(narrow):
+  lent = group()
+  lent.generated = Generated()
+  lent.generated.add(COMPLETION, narrow)
+  with pytest.raises(Misbehaved, match=r'tokens \[2, 5\) are in loss_mask, but .* another top_p'):
+    read_one(encode(sample()), lent)
+  masked = dataclasses.replace(sample(), loss_mask=np.zeros(5, bool))
+  assert encode(read_one(encode(masked), lent)) == encode(masked)
+  # One token in the loss is enough.
+  some = dataclasses.replace(sample(), loss_mask=np.arange(5) == 4)
+  with pytest.raises(Misbehaved, match='in loss_mask'):
+    read_one(encode(some), lent)
+  lent.generated.add(COMPLETION, Sampling())
+  assert encode(read_one(encode(sample()), lent)) == encode(sample())
+
+
+@pytest.mark.parametrize(
+  ('stage', 'asked', 'is_trainable'),
+  [
+    (NARROW, NARROW, True),
+    (NARROW, Sampling(top_p=0.8), False),
+    (NARROW, Sampling(top_p=0.9, top_k=3), False),
+    (NARROW, Sampling(), True),
+    (Sampling(), Sampling(temperature=0.0, top_p=0.9), True),
+  ],
+)
+def test_what_counts_is_the_distribution_of_the_group(stage, asked, is_trainable):
+  lent = group()
+  lent.generated = Generated(stage)
+  lent.generated.add(COMPLETION, asked)
+  drawn = dataclasses.replace(sample(), temperature=asked.temperature)
+  if is_trainable:
+    assert encode(read_one(encode(drawn), lent)) == encode(drawn)
+  else:
+    with pytest.raises(Misbehaved, match='in loss_mask'):
+      read_one(encode(drawn), lent)
 
 
 SEGMENT = [2, 5, 0, 2, 'engine', 'stop']

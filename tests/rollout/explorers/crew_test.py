@@ -753,3 +753,23 @@ def test_an_explorer_finds_the_modules_that_the_run_finds(tmp_path, monkeypatch)
       assert len(await setting.samples(setting.crew, make_tasks(1)[0])) == 3
 
   asyncio.run(check())
+
+
+def test_an_explorer_that_trains_on_narrowed_samples_is_evicted(tmp_path):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('honest') as setting:
+      wanted = await setting.samples(setting.crew, make_tasks(1)[0])
+      await setting.dismiss('honest')
+      making = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
+      rogue = setting.link('rogue')
+      order = await rogue.call(wire.TAKE)
+      order['sampling']['top_p'] = 0.5
+      first, *_ = await setting.made(rogue, order)
+      with pytest.raises(Evicted, match='in loss_mask, but were drawn with another top_p'):
+        steps = [encode(first)]
+        await rogue.call(wire.SAMPLE, lease=order['lease'], steps=steps, verdict=None)
+      await rogue.close()
+      setting.come('honest')
+      assert await making == wanted
+
+  simulated(check())

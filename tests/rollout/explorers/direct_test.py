@@ -23,7 +23,7 @@ from jaxrl_llm.rollout.api import Completion, Errand, Forged, Undelivered
 from jaxrl_llm.rollout.explorers.errands import Errands, RequestCourier
 from jaxrl_llm.rollout.explorers.explorer import Evicted
 from jaxrl_llm.rollout.explorers.wire import Delivery
-from jaxrl_llm.rollout.signed_answer import SignedAnswer
+from jaxrl_llm.rollout.signed_answer import SignedPart
 from jaxrl_llm.rollout.vllm.direct import FRONT_PATH, SIGNED_PATH
 from jaxrl_llm.rollout.vllm.replica import ReplicaState
 
@@ -52,36 +52,52 @@ def test_the_samples_are_those_that_the_master_fetches(tmp_path):
   assert found[0] == found[1] and len(found[0]) == 3
 
 
-def altered(answer, **fields):
-  return dataclasses.replace(SignedAnswer.decode(answer), **fields).encode()
+def altered(delivery, **fields):
+  """The delivery with other contents of its part."""
+  ((signature, part),) = delivery.parts
+  part = dataclasses.replace(SignedPart.decode(part), **fields).encode()
+  return delivery._replace(parts=((signature, part),))
+
+
+def part_of(delivery):
+  ((_, part),) = delivery.parts
+  return SignedPart.decode(part)
+
+
+def resigned(delivery, signature):
+  ((_, part),) = delivery.parts
+  return delivery._replace(parts=((signature, part),))
 
 
 def other_tokens(delivery, *_):
-  tokens = SignedAnswer.decode(delivery.answer).tokens
-  return delivery._replace(answer=altered(delivery.answer, tokens=tokens[::-1].copy()))
+  return altered(delivery, tokens=part_of(delivery).tokens[::-1].copy())
 
 
 def other_logprobs(delivery, *_):
-  signed = SignedAnswer.decode(delivery.answer)
-  logprobs = np.nextafter(signed.logprobs, np.float32(0))  # The smallest possible change.
-  return delivery._replace(answer=altered(delivery.answer, logprobs=logprobs))
+  logprobs = part_of(delivery).logprobs
+  return altered(delivery, logprobs=np.nextafter(logprobs, np.float32(0)))  # The smallest change.
 
 
 def other_version(delivery, *_):
-  ((_, start, end),) = SignedAnswer.decode(delivery.answer).spans
-  return delivery._replace(answer=altered(delivery.answer, spans=[('0.7', start, end)]))
+  ((_, start, end),) = part_of(delivery).spans
+  return altered(delivery, spans=[('0.7', start, end)])
 
 
 def other_finish(delivery, *_):
-  return delivery._replace(answer=altered(delivery.answer, finish='stop'))
+  return altered(delivery, finish='stop')
+
+
+def broken_off(delivery, *_):
+  """A server would be repaired that is well."""
+  return altered(delivery, finish=None, broken='the server has died')
 
 
 def unsigned(delivery, *_):
-  return delivery._replace(signature=b'')
+  return resigned(delivery, b'')
 
 
 def cut_signature(delivery, *_):
-  return delivery._replace(signature=delivery.signature[:-1])
+  return resigned(delivery, delivery.parts[0][0][:-1])
 
 
 def of_another_errand(delivery, other):
@@ -92,7 +108,7 @@ def of_another_job(delivery, errand):
   """Signed with the token of another job, for a ticket with the same nonce."""
   keys = TicketKeys('token-of-another-job-0123456789')
   ticket = keys.issue(secrets.token_hex(16), errand['body'])._replace(nonce=delivery.nonce)
-  return delivery._replace(signature=keys.sign(ticket, delivery.answer))
+  return resigned(delivery, keys.chain(ticket).sign(delivery.parts[0][1]))
 
 
 def of_nobody(delivery, *_):
@@ -100,7 +116,11 @@ def of_nobody(delivery, *_):
 
 
 def no_answer(delivery, *_):
-  return delivery._replace(answer=b'', signature=bytes(32))
+  return delivery._replace(parts=((bytes(32), b''),))
+
+
+def not_the_next(delivery, *_):
+  return delivery._replace(first=1)
 
 
 FORGERIES = {
@@ -112,6 +132,8 @@ FORGERIES = {
   of_another_errand: 'forged',
   of_another_job: 'forged',
   no_answer: 'forged',
+  broken_off: 'forged',
+  not_the_next: 'forged',
   unsigned: 'unsigned',
   of_nobody: 'unknown',
 }
@@ -167,18 +189,31 @@ def test_a_completion_that_comes_again_or_too_late_is_ignored(tmp_path):
   direct.run(main)
 
 
+class Parts:
+  """Parts of an answer that are added with the given function."""
+
+  count, age_s = 0, 0.0
+
+  def __init__(self, add):
+    self.add = add
+
+
+def errand_of(add, deadline_s=1000.0, nonce='n'):
+  fields = dict.fromkeys(('address', 'path', 'authorization'), '')
+  return Errand(nonce=nonce, body=b'', deadline_s=deadline_s, parts=Parts(add), **fields)
+
+
 def test_the_engine_waits_for_no_delivery_beyond_its_deadline():
-  async def read(*_):
+  async def add(*_):
     raise AssertionError('it is too late')
 
   async def main():
     counts = collections.Counter()
     errands = Errands(counts)
-    fields = dict.fromkeys(('address', 'path', 'authorization'), '')
-    errand = Errand(nonce='n', body=b'', deadline_s=0.01, read=read, **fields)
+    errand = errand_of(add, deadline_s=0.01)
     with pytest.raises(Undelivered, match='has not delivered it within'):
       await RequestCourier(errands).fetch(errand)
-    await errands.deliver(Delivery('n', answer=b'a', signature=b's'))
+    assert not await errands.deliver(Delivery('n', parts=((b's', b'a'),)))
     assert counts == {'direct_undelivered': 1, 'direct_late': 1}
 
   direct.run(main)
@@ -196,28 +231,28 @@ def test_a_delivery_whose_connection_breaks_while_it_is_checked_is_not_lost(is_f
     completion = Completion(**empty, finish=Finish.LENGTH, segments=())
     errands = Errands(counts)
 
-    async def read(*_):
+    async def add(*_):
       reading.set()
       await goes_on.wait()
       if is_forged:
         raise Forged('not signed')
       return completion
 
-    fields = dict.fromkeys(('address', 'path', 'authorization'), '')
-    errand = Errand(nonce='n', body=b'', deadline_s=1000.0, read=read, **fields)
-    fetching = asyncio.create_task(RequestCourier(errands).fetch(errand))
+    fetching = asyncio.create_task(RequestCourier(errands).fetch(errand_of(add)))
     await asyncio.sleep(0)
-    delivery = Delivery('n', answer=b'a', signature=b's')
+    delivery = Delivery('n', parts=((b's', b'a'),))
     handler = asyncio.create_task(errands.deliver(delivery))
     await reading.wait()
     handler.cancel()
     await asyncio.wait([handler])
-    await errands.deliver(delivery)
+    again = asyncio.create_task(errands.deliver(delivery))
+    await asyncio.sleep(0)
     goes_on.set()
+    assert not await again
     if is_forged:
       with pytest.raises(Undelivered, match='forged'):
         await fetching
-      assert counts == {'direct_repeated': 1, 'direct_forged': 1, 'direct_undelivered': 1}
+      assert counts == {'direct_late': 1, 'direct_forged': 1, 'direct_undelivered': 1}
     else:
       assert await fetching is completion
       assert counts == {'direct_repeated': 1, 'direct_delivered': 1}
@@ -350,8 +385,24 @@ def test_keys_differ_by_token_and_purpose():
     changed = bytearray(header)
     changed[at] = ord('0') if changed[at] != ord('0') else ord('1')
     assert keys.read(bytes(changed)) is None
-  signature = keys.sign(ticket, b'answer')
-  assert keys.is_signed(ticket, b'answer', signature)
-  assert not keys.is_signed(ticket, b'answes', signature)
-  assert not others.is_signed(ticket, b'answer', signature)
+  signature = keys.chain(ticket).sign(b'answer')
+  assert keys.chain(ticket).accepts(b'answer', signature)
+  assert not keys.chain(ticket).accepts(b'answes', signature)
+  assert not others.chain(ticket).accepts(b'answer', signature)
   assert signature.hex() not in header.decode()
+
+
+def test_parts_are_accepted_only_in_the_order_in_which_they_were_signed():
+  keys = TicketKeys('a' * 16)
+  ticket, other = (keys.issue('0' * 32, body) for body in (b'body', b'body'))
+  signing, foreign = keys.chain(ticket), keys.chain(other)
+  parts = [b'one', b'two', b'two', b'']
+  signed = [(part, signing.sign(part)) for part in parts]
+  strange = [(part, foreign.sign(part)) for part in parts]
+  for count in range(len(parts) + 1):
+    for number, wrong in enumerate((*signed, *strange, (b'twoone', signed[0][1]))):
+      chain = keys.chain(ticket)
+      assert all(chain.accepts(*each) for each in signed[:count])
+      assert chain.accepts(*wrong) == (number == count < len(parts))
+      if not number == count < len(parts):  # What is refused changes nothing.
+        assert all(chain.accepts(*each) for each in signed[count:])

@@ -67,6 +67,23 @@ def test_each_group_is_lent_once_in_the_order_of_the_offers():
   asyncio.run(check())
 
 
+def test_an_explorer_holds_a_limited_number_of_groups(monkeypatch):
+  async def check():
+    limited = Leases(silent_s=60.0, groups=2)
+    monkeypatch.setattr(leases, 'TAKE_S', 0.02)
+    first, second, third = [group() for _ in range(3)]
+    for each in (first, second, third):
+      await limited.offer(each)
+    assert [await limited.take('a'), await limited.take('a')] == [first, second]
+    assert await limited.take('a') is None
+    assert await limited.take('b') is third
+    await limited.offer(fourth := group())
+    limited.end(first)
+    assert await limited.take('a') is fourth
+
+  asyncio.run(check())
+
+
 def test_who_finds_nothing_waits_and_then_leaves_empty_handed(monkeypatch):
   async def check():
     held = Leases(silent_s=60.0)

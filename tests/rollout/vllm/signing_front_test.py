@@ -4,20 +4,23 @@ import asyncio
 import contextlib
 
 import aiohttp
+import msgpack
 import pytest
 import yarl
 from aiohttp import web
 from direct import PATIENCE_S, SERVERS, Fronts, run
+from fleets import until
 from fronts import Upstream
 
 from jaxrl_llm.core.net.client import Lost, Malformed
-from jaxrl_llm.core.net.tickets import SIGNATURE_BYTES, TicketKeys
+from jaxrl_llm.core.net.tickets import TicketKeys
 from jaxrl_llm.rollout.api import Request
 from jaxrl_llm.rollout.vllm import direct
 from jaxrl_llm.rollout.vllm.client import VllmClient
-from jaxrl_llm.rollout.vllm.direct import FRONT_PATH, SIGNED_PATH, TicketOffice
+from jaxrl_llm.rollout.vllm.direct import COLLECT_PATH, FRONT_PATH, SIGNED_PATH, WITHDRAW_PATH
+from jaxrl_llm.rollout.vllm.ticket_office import TicketOffice
 
-BODY = b'{"a": "request"}'
+BODY = b'{"request_id": "r/0"}'
 KEYS = TicketKeys(SERVERS)
 
 
@@ -59,9 +62,16 @@ class Front:
 
 
 @contextlib.asynccontextmanager
-async def signing(folder):
+async def signing(folder, goes_on=None):
+  """
+  Args:
+    goes_on: event after which the server answers; None if it answers at once.
+  """
+
   async def answer(request):
     await request.content.read()
+    if goes_on is not None:
+      await goes_on.wait()
     token = len(upstream.seen)
     return web.json_response(
       {
@@ -94,7 +104,8 @@ def test_a_forgotten_ticket_is_not_good_again(tmp_path, monkeypatch):
       first = await front.ticket()
       status, signed = await front.post(first)
       assert status == 200
-      assert KEYS.is_signed(first, signed[SIGNATURE_BYTES:], signed[:SIGNATURE_BYTES])
+      signature, part = msgpack.unpackb(signed)
+      assert KEYS.chain(first).accepts(part, signature)
       assert b'has been used' in (await front.post(first))[1]
       for _ in range(5):
         assert (await front.post(await front.ticket()))[0] == 200
@@ -120,6 +131,131 @@ def test_a_ticket_admits_one_body_at_a_time_and_survives_a_broken_one(tmp_path):
         assert b'has been used' in answered[1]  # Until the front notices that the body broke off.
         await asyncio.sleep(0.01)
       assert len(front.upstream.seen) == 1
+
+  run(main)
+
+
+async def ask(front, path, **body):
+  """(status, body of the response) of a request with the front's token."""
+  async with (
+    aiohttp.ClientSession(headers={'Authorization': f'Bearer {SERVERS}'}) as session,
+    session.post(front.address + path, json=body) as response,
+  ):
+    return response.status, await response.read()
+
+
+def test_the_fleet_collects_the_answer_that_the_ticket_has_got(tmp_path):
+  async def main():
+    async with signing(tmp_path) as front:
+      ticket = await front.ticket()
+      status, signed = await front.post(ticket)
+      assert status == 200
+      for first, wanted in ((0, signed), (1, b'')):
+        assert await ask(front, COLLECT_PATH, nonce=ticket.nonce, first=first) == (200, wanted)
+      assert len(front.upstream.seen) == 1, 'it is not sampled again'
+
+  run(main)
+
+
+def test_an_answer_goes_on_when_its_reader_is_gone(tmp_path):
+  async def main():
+    goes_on = asyncio.Event()
+    async with signing(tmp_path, goes_on) as front:
+      ticket = await front.ticket()
+      async with front.sending(ticket, length=len(BODY)) as (_, writer):
+        writer.write(BODY)
+        await until(lambda: front.upstream.seen)
+      collecting = asyncio.create_task(ask(front, COLLECT_PATH, nonce=ticket.nonce, first=0))
+      goes_on.set()
+      status, signed = await collecting
+      signature, part = msgpack.unpackb(signed)
+      assert status == 200 and KEYS.chain(ticket).accepts(part, signature)
+      assert len(front.upstream.seen) == 1
+
+  run(main)
+
+
+@pytest.mark.parametrize('path', [COLLECT_PATH, WITHDRAW_PATH])
+def test_a_ticket_that_the_fleet_has_given_up_is_good_no_more(tmp_path, path):
+  async def main():
+    async with signing(tmp_path) as front:
+      ticket = await front.ticket()
+      if path == COLLECT_PATH:
+        status, text = await ask(front, path, nonce=ticket.nonce, first=0)
+        assert status == 404 and b'no answer' in text
+      else:
+        assert (await ask(front, path, nonces=[ticket.nonce]))[0] == 200
+      assert b'has been used' in (await front.post(ticket))[1]
+      assert not front.upstream.seen
+
+  run(main)
+
+
+def test_a_withdrawn_ticket_ends_its_request_at_the_server(tmp_path):
+  async def main():
+    async with signing(tmp_path, asyncio.Event()) as front:
+      ticket = await front.ticket()
+      posting = asyncio.create_task(front.post(ticket))
+      await until(lambda: front.upstream.seen)
+      assert (await ask(front, WITHDRAW_PATH, nonces=[ticket.nonce]))[0] == 200
+      await front.upstream.cancelled.wait()
+      assert (await posting)[0] == 410
+
+  run(main)
+
+
+def test_a_ticket_that_is_withdrawn_during_its_upload_reaches_no_server(tmp_path):
+  async def main():
+    async with signing(tmp_path) as front:
+      ticket = await front.ticket()
+      async with front.sending(ticket, length=len(BODY)) as (reader, writer):
+        writer.write(BODY[:3])
+        await writer.drain()
+        while b'has been used' not in (await front.post(ticket, b'x'))[1]:
+          await asyncio.sleep(0.01)
+        await ask(front, WITHDRAW_PATH, nonces=[ticket.nonce])
+        writer.write(BODY[3:])
+        assert (await reader.readline()).startswith(b'HTTP/1.1 403')
+      assert not front.upstream.seen
+
+  run(main)
+
+
+@pytest.mark.parametrize('path', [COLLECT_PATH, WITHDRAW_PATH])
+def test_a_ticket_neither_collects_nor_withdraws(tmp_path, path):
+  async def main():
+    async with signing(tmp_path) as front:
+      ticket = await front.ticket()
+      headers = {'Authorization': KEYS.header(ticket)}
+      body = {'nonce': ticket.nonce, 'first': 0, 'nonces': [ticket.nonce]}
+      async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(front.address + path, json=body) as response,
+      ):
+        assert response.status == 403
+      for strange in ({}, {'nonce': 3, 'first': 0}, {'nonce': 'a', 'first': -1}, {'nonces': [1]}):
+        assert (await ask(front, path, **strange))[0] == 400
+      assert (await front.post(ticket))[0] == 200
+
+  run(main)
+
+
+def test_answers_that_nobody_reads_take_limited_memory_and_time(tmp_path, monkeypatch):
+  async def main():
+    async with signing(tmp_path) as front:
+      tickets = [await front.ticket() for _ in range(3)]
+      size = 0
+      for ticket in tickets:
+        _, signed = await front.post(ticket)
+        size = size or len(signed)
+        monkeypatch.setattr(direct, '_MAX_IDLE_BYTES', 2 * size + size // 2)
+      found = [(await ask(front, COLLECT_PATH, nonce=t.nonce, first=0))[0] for t in tickets]
+      assert found == [404, 200, 200], 'the oldest has given way'
+      monkeypatch.setattr(direct, 'KEEP_S', 0.0)
+      ticket = await front.ticket()
+      await front.post(ticket)
+      while (await ask(front, COLLECT_PATH, nonce=ticket.nonce, first=9))[0] == 200:
+        await asyncio.sleep(0.01)
 
   run(main)
 
@@ -156,7 +292,8 @@ def test_a_server_that_has_left_keeps_no_request_waiting_for_an_explorer(tmp_pat
     async with signing(tmp_path) as front:
       client = VllmClient(front.address, key=SERVERS)
       request = Request(uid='a', prompt=(1,), max_tokens=1, key=(0,), courier=Courier())
-      fetching = asyncio.create_task(client.fetch(request, 0, seed=0, deadline_s=1000.0))
+      how = {'seed': 0, 'deadline_s': 1000.0, 'stream': None, 'is_known': lambda: True}
+      fetching = asyncio.create_task(client.fetch(request, 0, **how))
       await begun.wait()
       await client.close()
       with pytest.raises(Lost, match='has been closed'):
@@ -173,6 +310,6 @@ def test_a_number_that_no_front_chooses_is_malformed(number):
 
   async def main():
     with pytest.raises(Malformed):
-      await TicketOffice('http://127.0.0.1:1', SERVERS).front(call)
+      await TicketOffice('http://127.0.0.1:1', SERVERS, name='a', call=call, answers=None).front()
 
   run(main)

@@ -6,8 +6,9 @@ import json
 import fleets
 import numpy as np
 import pytest
-from fake_vllm import Drawn, Fault
-from fleets import A, B, Marked, fleet_over, places, run, until
+from fake_vllm import Fault
+from fleets import A, B, fleet_over, places, run, until
+from following import GREEDY, LONG, Greedy, check, recognised, until_sent
 from serving import ask, request
 
 from jaxrl_llm.core.net.client import Malformed
@@ -19,42 +20,7 @@ from jaxrl_llm.rollout.repetition import RepetitionDetection
 from jaxrl_llm.rollout.vllm import answer, client, stream
 from jaxrl_llm.rollout.vllm.client import sampler_seed
 
-GREEDY = Sampling(temperature=0.0)
-LONG = 96
 LABELS = {'0.1': Version(0, 1), '0.2': Version(0, 2)}
-
-
-def follower(tokens):
-  """The token that a greedy answer continues with, of all tokens so far."""
-  return 2 + (sum(tokens) * 7 + len(tokens)) % (fleets.VOCAB - 2)
-
-
-def greedy(prompt, count):
-  tokens = list(prompt)
-  for _ in range(count):
-    tokens.append(follower(tokens))
-  return tokens[len(prompt) :]
-
-
-def logprob_of(token, step):
-  return -(token * 8 + step) / 256
-
-
-class Greedy(Marked):
-  """Tokens that follow from all tokens before, with logprobs that tell them and the weights."""
-
-  drawn = 0
-  """Of the newest request."""
-
-  async def draw(self, prompt, params, index):
-    tokens = list(prompt)
-    is_asked = len(prompt) > 2 and params.max_tokens > 1  # Else it is the fleet's own.
-    self.drawn = 0 if is_asked else self.drawn
-    for _ in range(params.max_tokens):
-      tokens.append(follower(tokens))
-      step = int(self.tensors[fleets.NORM][0])
-      self.drawn += is_asked
-      yield Drawn([tokens[-1]], [logprob_of(tokens[-1], step)], [self.generation])
 
 
 @pytest.fixture(autouse=True)
@@ -65,29 +31,6 @@ def looks_at_once(monkeypatch):
 @pytest.fixture
 def backend(monkeypatch):
   monkeypatch.setattr(fleets, 'Marked', Greedy)
-
-
-def check(asked, completion):
-  """Tokens and logprobs are those of an uninterrupted greedy answer, under the versions of the
-  segments.
-  """
-  assert completion.tokens.tolist() == greedy(asked.prompt, asked.max_tokens)
-  steps = [s.version.step for s in completion.segments for _ in range(s.start, s.end)]
-  wanted = [logprob_of(t, step) for t, step in zip(completion.tokens.tolist(), steps, strict=True)]
-  assert completion.logprobs.tolist() == np.array(wanted, np.float32).tolist()
-  assert completion.finish == Finish.LENGTH
-
-
-async def recognised(fleet, place):
-  """Waits until what the server has sent so far would be kept, and has arrived."""
-  server, looks = fleet.replicas[place.number].client, place.server.requests['/weight_info']
-  await until(lambda: looks < place.server.requests['/weight_info'] or server._recognised > 0)
-  await until(lambda: server._look is None)
-  await asyncio.sleep(0.05)
-
-
-async def until_sent(place, count):
-  await until(lambda: place.policy.drawn >= count)
 
 
 @pytest.mark.parametrize('fault', ['die', 'core', 'cut', 'abort', 'stall'])

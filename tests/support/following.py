@@ -1,0 +1,72 @@
+"""Servers whose greedy answers follow from their tokens, so that a continued answer can be compared
+with an uninterrupted one.
+"""
+
+import asyncio
+
+import fleets
+import numpy as np
+from fake_vllm import Drawn
+from fleets import Marked, until
+
+from jaxrl_llm.core.records.sample import Finish
+from jaxrl_llm.rollout.api import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+LONG = 96
+
+
+def follower(tokens):
+  """The token that a greedy answer continues with, of all tokens so far."""
+  return 2 + (sum(tokens) * 7 + len(tokens)) % (fleets.VOCAB - 2)
+
+
+def greedy(prompt, count):
+  tokens = list(prompt)
+  for _ in range(count):
+    tokens.append(follower(tokens))
+  return tokens[len(prompt) :]
+
+
+def logprob_of(token, step):
+  return -(token * 8 + step) / 256
+
+
+class Greedy(Marked):
+  """Tokens that follow from all tokens before, with logprobs that tell them and the weights."""
+
+  drawn = 0
+  """Of the newest request."""
+
+  async def draw(self, prompt, params, index):
+    tokens = list(prompt)
+    is_asked = len(prompt) > 2 and params.max_tokens > 1  # Else it is the fleet's own.
+    self.drawn = 0 if is_asked else self.drawn
+    for _ in range(params.max_tokens):
+      tokens.append(follower(tokens))
+      step = int(self.tensors[fleets.NORM][0])
+      self.drawn += is_asked
+      yield Drawn([tokens[-1]], [logprob_of(tokens[-1], step)], [self.generation])
+
+
+def check(asked, completion):
+  """Tokens and logprobs are those of an uninterrupted greedy answer, under the versions of the
+  segments.
+  """
+  assert completion.tokens.tolist() == greedy(asked.prompt, asked.max_tokens)
+  steps = [s.version.step for s in completion.segments for _ in range(s.start, s.end)]
+  wanted = [logprob_of(t, step) for t, step in zip(completion.tokens.tolist(), steps, strict=True)]
+  assert completion.logprobs.tolist() == np.array(wanted, np.float32).tolist()
+  assert completion.finish == Finish.LENGTH
+
+
+async def recognised(fleet, place):
+  """Waits until what the server has sent so far would be kept, and has arrived."""
+  server, looks = fleet.replicas[place.number].client, place.server.requests['/weight_info']
+  await until(lambda: looks < place.server.requests['/weight_info'] or server._recognised > 0)
+  await until(lambda: server._look is None)
+  await asyncio.sleep(0.05)
+
+
+async def until_sent(place, count):
+  await until(lambda: place.policy.drawn >= count)
