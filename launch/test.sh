@@ -9,7 +9,8 @@
 #
 # --changed: runs only the test files that may be affected (tests/tools/affected.py) by uncommitted changes and by
 # commits since COMMIT. By default, COMMIT is the point at which the branch left origin/main or main. --workers: number
-# of test processes; by default one per core, up to 8. Test files among the pytest arguments replace any other choice.
+# of test processes; by default one per core, up to 8, and in the full tier one more, because its tests wait for a fifth
+# of their time. Test files among the pytest arguments replace any other choice.
 #
 # A CPU build of PyTorch suffices for the parity tests. PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS can name an index or a
 # folder that has one. The full and acceptance tiers also install the environments of the vLLM servers
@@ -224,7 +225,10 @@ run_all() {
   # Results may depend on the number of threads of XLA's CPU pool, so it is fixed.
   export NPROC=${NPROC:-$(nproc)}
   # Each worker needs about 1 GB of memory.
-  workers=${workers:-$((NPROC < 8 ? NPROC : 8))}
+  if [ -z "$workers" ]; then
+    workers=$((NPROC < 8 ? NPROC : 8))
+    [ "$tier" != full ] || workers=$((workers + 1))
+  fi
   plugins=()
   case $tier in
     fast) marks='not full and not acceptance' ;;

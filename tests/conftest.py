@@ -40,6 +40,7 @@ _LONGEST = (
   'jobs/vllm_test.py',
   'jobs/quickstart_test.py',
   'jobs/vllm_owned_test.py',
+  'jobs/soak_test.py',
   'jobs/distributed_test.py',
   'jobs/algorithms_test.py',
   'jobs/attached_test.py',
@@ -52,6 +53,13 @@ _LONGEST = (
   'rewards/sandbox/sandbox_test.py',
   'learner/update_test.py',
   'ops/logprobs_test.py',
+  'rewards/scorers/code_test.py',
+  'jobs/partial_test.py',
+  'jobs/judged_test.py',
+  'jobs/explorers_test.py',
+  'rollout/vllm/transfer_test.py',
+  'launch/scripts_test.py',
+  'peers/losses_test.py',
 )
 """Files that take minutes: dealt out first, so that no worker is left alone with one at the end."""
 

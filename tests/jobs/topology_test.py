@@ -287,21 +287,30 @@ def overlapped(text):
   return int(re.search(r'(\d+)% of the bytes beside matrix products', line_of('update', text))[1])
 
 
-def test_on_gpus_most_of_what_is_sent_travels_beside_products_by_the_flags_that_are_set(on_gpus):
+@pytest.fixture(scope='module')
+def changed_on_gpus(on_gpus):
+  """The same with gradients in bfloat16, and without the compiler flags."""
+  flags = re.search(r'^compiler flags: (.+)$', on_gpus, re.M)[1]
+  return on_gpu_devices(
+    '--config.policy.reduce_dtype=bfloat16', xla_flags=flags.replace('=true', '=false')
+  )
+
+
+def test_on_gpus_most_of_what_is_sent_travels_beside_products_by_the_flags_that_are_set(
+  on_gpus, changed_on_gpus
+):
   flags = re.search(r'^compiler flags: (.+)$', on_gpus, re.M)[1].split()
   assert len(flags) == 3 and all(flag.endswith('=true') for flag in flags)
   share = overlapped(on_gpus)
   assert share >= 50
-  without = on_gpu_devices(xla_flags=' '.join(flags).replace('=true', '=false'))
-  assert re.search(r'^compiler flags: (.+)$', without, re.M)[1].count('=false') == 3
-  assert overlapped(without) < share - 20
+  assert re.search(r'^compiler flags: (.+)$', changed_on_gpus, re.M)[1].count('=false') == 3
+  assert overlapped(changed_on_gpus) < share - 20
 
 
-def test_gradients_of_kernels_travel_in_bfloat16_on_request(on_gpus):
-  rounded = on_gpu_devices('--config.policy.reduce_dtype=bfloat16')
+def test_gradients_of_kernels_travel_in_bfloat16_on_request(on_gpus, changed_on_gpus):
   before, after = (
     float(re.search(r'reduce-scatter \d+ \(([\d.]+) MB', line_of('update', text))[1])
-    for text in (on_gpus, rounded)
+    for text in (on_gpus, changed_on_gpus)
   )
   heads, layer = MODEL['num_attention_heads'] * MODEL['head_dim'], MODEL['hidden_size']
   kernels = layer * (4 * heads + 3 * MODEL['intermediate_size']) * LAYERS
