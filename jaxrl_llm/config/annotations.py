@@ -12,10 +12,11 @@ import collections.abc
 import dataclasses
 import difflib
 import enum
+import functools
 import inspect
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrl_llm.config.moved import check_moved
@@ -41,13 +42,16 @@ def nearest(word: str, choices: Iterable[str]) -> str:
   return f'available: {", ".join(choices)}' if choices else 'none is available'
 
 
-def field_types(cls: type) -> dict[str, Any]:
+@functools.cache
+def field_types(cls: type) -> Mapping[str, Any]:
   """Returns the annotations of the fields that a dataclass's constructor takes, keyed by name."""
   annotations: dict[str, Any] = {}
   for base in reversed(cls.__mro__):
     if dataclasses.is_dataclass(base):
       annotations.update(inspect.get_annotations(base, eval_str=True))
-  return {field.name: annotations[field.name] for field in dataclasses.fields(cls) if field.init}
+  return types.MappingProxyType(
+    {field.name: annotations[field.name] for field in dataclasses.fields(cls) if field.init}
+  )
 
 
 def members(annotation: Any) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from paths import ROOT
 
@@ -243,7 +243,7 @@ def _become(request: dict, descriptors: list[int]) -> None:
   os.chdir(request['cwd'])
   if pathlib.Path(request['args'][0]).resolve() == _SUPERVISOR:
     subprocess.Popen.__init__ = _forking(subprocess.Popen.__init__, dict(os.environ))
-  _run(request['args'], request['env'])
+  _run_to_the_end(request['args'], request['env'])
 
 
 def _run(args: list[str], env: Mapping[str, str]) -> None:
@@ -276,7 +276,14 @@ def _forking(initialise: Callable[..., None], fixed: Mapping[str, str]) -> Calla
 
     def run() -> None:
       subprocess.Popen.__init__ = initialise
-      before()
+      if before is not None:
+        before()
+      os.closerange(3, os.sysconf('SC_OPEN_MAX'))  # With the last of them closed, `Popen` returns.
+      signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+      signal.signal(signal.SIGINT, signal.default_int_handler)
+      signal.signal(signal.SIGTERM, signal.SIG_DFL)
+      for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
       _run_to_the_end([*args[1:]], env)
 
     is_script = args[0] == sys.executable and args[1].endswith('.py')
@@ -287,30 +294,27 @@ def _forking(initialise: Callable[..., None], fixed: Mapping[str, str]) -> Calla
   return wrapped
 
 
-def _run_to_the_end(args: list[str], env: Mapping[str, str]) -> None:
-  """Runs a script in a child of `Popen`, which has its standard descriptors and its session. Does
-  what an interpreter does at its start and at its end.
+def _run_to_the_end(args: list[str], env: Mapping[str, str]) -> NoReturn:
+  """Runs a script and ends this process as an interpreter ends, except that it does not free all
+  modules and objects, which would copy most of the memory that it shares with its parent.
   """
-  os.closerange(3, os.sysconf('SC_OPEN_MAX'))  # With the last of them closed, `Popen` returns.
-  signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-  signal.signal(signal.SIGINT, signal.default_int_handler)
-  signal.signal(signal.SIGTERM, signal.SIG_DFL)
-  for stream in (sys.stdout, sys.stderr):
-    stream.reconfigure(line_buffering=True)
-  code = 0
+  code, interrupted = 0, False
   try:
     _run(args, env)
   except SystemExit as ended:
     code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    if isinstance(ended.code, str):
+    if code == 1 and ended.code != 1:
       print(ended.code, file=sys.stderr)
-  except BaseException:
+  except BaseException as error:
     sys.excepthook(*sys.exc_info())
-    code = 1
+    code, interrupted = 1, isinstance(error, KeyboardInterrupt)
   threading._shutdown()
   atexit._run_exitfuncs()
   sys.stdout.flush()
   sys.stderr.flush()
+  if interrupted:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
   os._exit(code)
 
 
