@@ -30,6 +30,8 @@ with JAX, and take no weights through their workers (`update_weights` does nothi
 """
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer data type that holds the bits of an element, keyed by the element's size in bytes."""
+_LOOK_S = 1.0
+"""Seconds between two looks at verified files that are not loaded yet."""
 _SPIN_S = 0.001
 """Seconds for which a CPU worker busy-waits for the next command before it sleeps."""
 
@@ -381,11 +383,15 @@ class Verification:
   """Reads and verifies the files of whole weights in a thread, while the server samples.
 
   Tensors that are read whole stay in the files' pages. They are therefore not used if a file has
-  been overwritten since, as the trainer does with files that it has released.
+  been overwritten since, as the trainer does with files that it has released. The thread goes on
+  until the tensors are used, and forgets them if a file is removed or overwritten before, so that
+  the file's memory becomes free.
   """
 
   def __init__(self, views: Mapping[str, View], update: Update):
     self._update, self._cuts = update, known_slices(views, update.slices)
+    self._lock = threading.Lock()
+    """Lock that is held while `_tensors` and `_files` are taken or forgotten."""
     self._tensors: dict[str, torch.Tensor] | None = None
     self._files: list[BinaryIO] = []
     """The files, which are open so that changes of them are noticed even if they have no name."""
@@ -393,21 +399,38 @@ class Verification:
     """Result of `_stamps_now` before the files were read."""
     self.error = ''
     """Reason for which the files cannot be used; empty if there is none."""
-    self._thread = threading.Thread(target=self._read, name='verification', daemon=True)
+    self._read_end, self._closed = threading.Event(), threading.Event()
+    self._thread = threading.Thread(target=self._run, name='verification', daemon=True)
     self._thread.start()
+
+  def _run(self) -> None:
+    self._read()
+    self._read_end.set()
+    while not self._closed.wait(_LOOK_S):
+      with self._lock:
+        if self._stamps_now() != self._stamps or self._is_removed():
+          self._forget()
 
   def _read(self) -> None:
     directory = self._update.directory
     try:
-      self._files.extend(_opened(os.path.join(directory, name)) for name in self._update.files)
-      self._stamps = self._stamps_now()
-      self._tensors = read_checked(self._update.files, directory, self._cuts)
+      files = [_opened(os.path.join(directory, name)) for name in self._update.files]
+      with self._lock:
+        if self._closed.is_set():
+          return
+        self._files = files
+        self._stamps = self._stamps_now()
+      tensors = read_checked(self._update.files, directory, self._cuts)
+      with self._lock:
+        if not self._closed.is_set():
+          self._tensors = tensors
     except Exception as error:  # `verified` reports it to the trainer.
       self.error = str(error) or type(error).__name__
+      self.close()
 
   @property
   def is_done(self) -> bool:
-    return not self._thread.is_alive()
+    return self._read_end.is_set()
 
   def tensors_of(self, update: Update) -> dict[str, torch.Tensor] | None:
     """Returns the verified tensors. Returns None if they belong to another update than `update`, if
@@ -417,16 +440,38 @@ class Verification:
     if not self.is_done:
       return None
     names = ('directory', 'files', 'slices')
-    is_same = all(getattr(update, name) == getattr(self._update, name) for name in names)
-    is_same = is_same and self._stamps_now() == self._stamps
+    with self._lock:
+      is_same = all(getattr(update, name) == getattr(self._update, name) for name in names)
+      is_same = is_same and self._stamps_now() == self._stamps
+      tensors = self._tensors if is_same else None
+      self._forget()
+    return tensors
+
+  def close(self) -> None:
+    """Forgets the tensors, and closes the files."""
+    with self._lock:
+      self._forget()
+
+  def _forget(self) -> None:
+    self._tensors = None
     for file in self._files:
       file.close()
-    return self._tensors if is_same else None
+    self._files = []
+    self._closed.set()
 
   def _stamps_now(self) -> list[tuple[int, int]]:
-    """Returns the time of the last change and the size of each file."""
-    statuses = (os.fstat(file.fileno()) for file in self._files)
+    """Returns the time of the last change and the size of each file; an empty list if a file on a
+    network file system is gone.
+    """
+    try:
+      statuses = [os.fstat(file.fileno()) for file in self._files]
+    except OSError:
+      return []
     return [(status.st_mtime_ns, status.st_size) for status in statuses]
+
+  def _is_removed(self) -> bool:
+    """Returns whether a file has no name any more, so that only this process keeps it."""
+    return any(os.fstat(file.fileno()).st_nlink == 0 for file in self._files)
 
 
 def _opened(path: str) -> BinaryIO:
@@ -448,6 +493,8 @@ class Receiver:
     """Begins to verify the whole weights of a later update. Forgets the weights of an earlier
     verification.
     """
+    if self._verification is not None:
+      self._verification.close()
     self._verification = Verification(views, update)
 
   def verified(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@ against those layers.
 """
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os
@@ -451,6 +452,52 @@ def test_files_that_were_verified_are_loaded_without_reading_them_again(tmp_path
   assert_same(snapshot(loaded), snapshot(expected))
   with pytest.raises(ValueError, match='cannot be read'):  # Verified tensors are used once.
     receiver.receive(views, update)
+
+
+def open_maps(directory):
+  """Number of maps and descriptors of this process on files that are or were in a directory."""
+  maps = pathlib.Path('/proc/self/maps').read_text().splitlines()
+  descriptors = pathlib.Path('/proc/self/fd')
+  links = []
+  for name in os.listdir(descriptors):
+    with contextlib.suppress(OSError):
+      links.append(os.readlink(descriptors / name))
+  return sum(f'{directory}/' in line for line in [*maps, *links])
+
+
+@pytest.mark.parametrize('change', ['removed', 'overwritten', 'another update', 'refused'])
+def test_maps_of_verified_files_are_closed_when_no_update_can_use_them(
+  tmp_path, published, monkeypatch, change
+):
+  """An attached server that its trainer has left would keep a whole model in shared memory."""
+  monkeypatch.setattr(worker, '_LOOK_S', 0.01)
+  whole, files, _ = published
+  path, receiver, model = tmp_path / 'w', worker.Receiver(), model_of(0, 1)
+  save_file({n: tensor.contiguous() for n, tensor in whole.items()}, path)
+  views = worker.hf_views(model)
+  receiver.verify(views, whole_update(tmp_path, files, {}))
+  assert wait_for(receiver) == ''
+  time.sleep(0.05)
+  assert open_maps(tmp_path) > 1, 'they are kept while the file is there'
+  if change == 'removed':
+    path.unlink()
+  elif change == 'overwritten':
+    with path.open('r+b') as file:
+      file.write(bytes(8))
+  elif change == 'another update':
+    (tmp_path / 'empty').mkdir()
+    receiver.verify(views, whole_update(tmp_path / 'empty', files, {}))
+  else:
+    del views[next(iter(views))]
+    with pytest.raises(ValueError, match='publication and model differ'):
+      receiver.receive(views, whole_update(tmp_path, files, {}))
+  deadline = time.monotonic() + 60
+  while open_maps(tmp_path):
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+  if change == 'removed':
+    with pytest.raises(ValueError, match='cannot be read'):
+      receiver.receive(views, whole_update(tmp_path, files, {}))
 
 
 @pytest.mark.parametrize('renamed', [False, True])
