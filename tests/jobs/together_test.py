@@ -11,13 +11,15 @@ import job
 import ml_dtypes
 import pytest
 from safetensors.numpy import load_file
-from together import DEVICES, SPEC, described, params_of
+from together import DEVICES, LORA, SPEC, adapters_of, described, params_of
 
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
+from jaxrl_llm.rollout.vllm.adapter_folder import AdapterFolder
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder
 from jaxrl_llm.weights.hf import load_params, read_spec, save_params
+from jaxrl_llm.weights.peft import WEIGHTS, export_adapter
 from jaxrl_llm.weights.safetensors_files import plan_files
 from jaxrl_llm.weights.versions import digest_of_file
 
@@ -105,6 +107,48 @@ def test_processes_whose_devices_compare_write_the_same_files(done):
   assert len(names) == 2 * 3 + 2 * 3
   for name in names:
     assert (hosts / name).read_bytes() == (devices / name).read_bytes(), name
+
+
+def test_base_weights_are_published_together_and_adapters_by_process_0(done, tmp_path):
+  folder = AdapterFolder(tmp_path / 'lora', SPEC, lora=LORA, dtype='bfloat16')
+  for step, made in enumerate(done.lines[0]['adapters']['published']):
+    base = [] if step else flatten(params_of(0)).items()
+    wanted = described(folder.write(Version(0, step), [*base, *adapters_of(step).items()]))
+    written = made['base'].pop('files')
+    assert written == ['weights-1.safetensors', 'weights.safetensors']
+    del wanted['base']['files']
+    assert made == wanted, step
+  assert step == 1
+
+
+def test_process_0_exports_adapters_as_they_are_trained(done, tmp_path):
+  export_adapter(tmp_path, adapters_of(0).items(), SPEC, LORA, base='org/base')
+  for name in ('adapter_config.json', WEIGHTS):
+    assert (done.folder / 'adapter' / name).read_bytes() == (tmp_path / name).read_bytes()
+  arrays, adapters = load_file(tmp_path / WEIGHTS), adapters_of(0)
+  assert len(arrays) == len(adapters) == 4 * SPEC.num_hidden_layers
+  name = 'base_model.model.model.layers.1.mlp.down_proj.lora_A.weight'
+  assert arrays[name].tobytes() == adapters['layers/1/mlp/down/lora_a'].tobytes()
+
+
+@pytest.mark.parametrize(
+  ('name', 'reason', 'left'),
+  [
+    ('unrenamed', 'Is a directory', ['model-00001-of-00002.safetensors']),
+    ('incomplete', 'cannot be completed', None),
+    ('failing adapter', 'Is a directory', []),
+  ],
+)
+def test_all_processes_learn_that_process_0_could_not_end_an_export(done, name, reason, left):
+  first, second = (lines[name]['error'] for lines in done.lines)
+  assert first == second and reason in first and '\n' not in first
+  if left is not None:
+    directory = done.folder / name
+    assert [
+      file
+      for file in weights_files(directory)
+      if (directory / file).is_file() and not file.endswith('.unfinished')
+    ] == left
 
 
 def test_each_process_exports_a_share_and_the_tensors_are_those_of_one(done, alone):

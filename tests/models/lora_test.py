@@ -170,7 +170,7 @@ def test_exported_names_and_shapes(tmp_path, scan, head):
   adapted = model(spec, config, scan_layers=scan)
   tree = drawn(params(adapted), adapted)
   trained, _ = lora.split(tree, spec, adapted.options)
-  export_adapter(tmp_path, jax.device_get(trained), spec, config, base='org/base')
+  export_adapter(tmp_path, flatten(jax.device_get(trained)).items(), spec, config, base='org/base')
   written = json.loads((tmp_path / 'adapter_config.json').read_text())
   assert (written['r'], written['lora_alpha']) == (4, 8)
   assert (

@@ -72,7 +72,9 @@ def write(folder, name):
     else base,
   )
   write_model('merged', lora.merge(whole, options.lora))
-  export_adapter(folder / 'adapter', trained, spec, options.lora, base=str(folder / 'base'))
+  export_adapter(
+    folder / 'adapter', flatten(trained).items(), spec, options.lora, base=str(folder / 'base')
+  )
   np.save(folder / 'tokens.npy', tokens_of(name))
   return logits(model, whole, tokens_of(name))
 

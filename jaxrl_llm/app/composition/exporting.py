@@ -69,6 +69,9 @@ async def export_models(
 
   Returns:
     The written directories, keyed by 'policy', 'critic' or 'adapter'.
+
+  Raises:
+    RunError: a model cannot be written, in all processes.
   """
   config, path, process, spec = setup.config, setup.workdir, setup.process, setup.model.spec
   gatherer, dtype = Gatherer(process.mesh), config.policy.param_dtype
@@ -104,18 +107,53 @@ async def export_models(
     await export_together(process, model, description, digests=False)
   written = {part: model.directory for part, model in models.items()}
   if config.policy.lora is not None:
-    adapter = await process.device.run(gatherer.gather, learned.policy.params)
-    if prepared is not None:
-      written['adapter'] = path / 'adapter'
-      await asyncio.to_thread(
-        functools.partial(export_adapter, base=base_of(config)),
-        *(path / 'adapter', adapter, spec, config.policy.lora),
-      )
+    written['adapter'] = path / 'adapter'
+    write = functools.partial(
+      export_adapter, written['adapter'], spec=spec, lora=config.policy.lora, base=base_of(config)
+    )
+    await export_alone(process, gatherer, learned.policy.params, write)
   return written
 
 
+async def export_alone(
+  process: Process,
+  gatherer: Gatherer,
+  params: Params,
+  write: Callable[[Iterator[tuple[str, np.ndarray]]], None],
+) -> None:
+  """Lets process 0 write parameters while it gathers them. Every process must call this function.
+
+  Args:
+    write: writes parameters, given as pairs of (name in the tree, array).
+
+  Raises:
+    RunError: process 0 cannot write the parameters. All processes raise this error, with the same
+      message.
+  """
+
+  def lead() -> str:
+    leaves = gatherer.leaves(params)
+    try:
+      write(leaves)
+    except (RunError, UserError) as error:
+      for _ in leaves:  # Gathering needs all processes, so this one takes part until the end.
+        pass
+      return str(error)
+    return ''
+
+  leads = process.coordinator.leads
+  error = await process.device.run(*((lead,) if leads else (gatherer.take_part, params)))
+  if reason := (await process.coordinator.gather(error))[0]:
+    raise RunError(reason)
+
+
 async def export_together(
-  process: Process, model: ModelExport, describe: Callable[[], None] | None, *, digests: bool
+  process: Process,
+  model: ModelExport,
+  describe: Callable[[], None] | None,
+  *,
+  digests: bool,
+  complete: Callable[[ExportedWeights], None] | None = None,
 ) -> ExportedWeights | None:
   """Exports a model. Every process must call this function.
 
@@ -125,6 +163,8 @@ async def export_together(
     describe: function that creates the directory and writes all files except the weights. Process 0
       passes it; the other processes pass None.
     digests: whether to compute digests of the files, in addition to digests of the tensors.
+    complete: last step of the export in process 0, given the digests of the weights, after their
+      files have their final names; None for none, and in the other processes.
 
   Returns:
     Digests of the weights in process 0; None in the other processes. Without `digests`, the field
@@ -132,7 +172,8 @@ async def export_together(
 
   Raises:
     UserError: the parameters do not match the model, or `describe` has raised this error.
-    RunError: a file cannot be written.
+    RunError: a file cannot be written or renamed, or `complete` has failed. All processes raise
+      this error, with the same message.
     PeerFailed: `describe` has failed in process 0, or a process is gone.
   """
   coordinator = process.coordinator
@@ -151,10 +192,22 @@ async def export_together(
     for number, report in enumerate(reports)
     if 'error' in report
   ]
-  if coordinator.leads:
-    await asyncio.to_thread(_end, model.directory, plan, revealed=not errors)
+
+  def end() -> str:
+    try:
+      _end(model.directory, plan, revealed=not errors)
+      if complete is not None and not errors:
+        with writing(model.directory):
+          complete(_joined(reports))
+    except RunError as error:
+      return str(error)
+    return ''
+
+  failure = await coordinator.broadcast(asyncio.to_thread(end) if coordinator.leads else None)
   if errors:
     raise RunError(f'{model.directory}: the model was not exported: {"; ".join(errors)}')
+  if failure:
+    raise RunError(failure)
   return _joined(reports) if coordinator.leads else None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
 import pathlib
 from collections.abc import Awaitable, Callable
@@ -128,18 +127,19 @@ class VersionExchange:
       spec=setup.model.spec,
       dtype=setup.config.policy.param_dtype,
     )
-    weights = await export_together(
+    source = next(s.source for s in setup.config.stages if s.name == stage.name)
+
+    def complete(weights: versions.ExportedWeights) -> None:
+      versions.complete(model.directory, version, weights, run=self._run, keep=source.keep_versions)
+
+    leads = self._prepared is not None
+    await export_together(
       setup.process,
       model,
-      None if self._prepared is None else lambda: self._describe(model, version),
+      (lambda: self._describe(model, version)) if leads else None,
       digests=True,
+      complete=complete if leads else None,
     )
-    if weights is not None:
-      source = next(s.source for s in setup.config.stages if s.name == stage.name)
-      await asyncio.to_thread(
-        functools.partial(versions.complete, run=self._run, keep=source.keep_versions),
-        *(model.directory, version, weights),
-      )
     self._exported = True
 
   def _describe(self, model: ModelExport, version: Version) -> None:

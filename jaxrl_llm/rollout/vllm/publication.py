@@ -13,7 +13,7 @@ import dataclasses
 import json
 import shutil
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,9 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_llm.core.disk import TOKEN, mark, sync
-from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.token_server import FrontConfig
-from jaxrl_llm.core.trees import unflatten
 from jaxrl_llm.core.types import Version
-from jaxrl_llm.models.lora import is_adapter
-from jaxrl_llm.models.spec import LoraConfig, ModelSpec
+from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.vllm.pull.bundle import atom_slices
 from jaxrl_llm.rollout.vllm.shares import (
   FILE,
@@ -46,7 +43,6 @@ from jaxrl_llm.rollout.vllm.shares import (
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.deltas import apply
 from jaxrl_llm.weights.layout import dtype_of
-from jaxrl_llm.weights.peft import WEIGHTS, export_adapter, to_peft
 from jaxrl_llm.weights.safetensors_files import writing
 from jaxrl_llm.weights.tables import entries
 from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter
@@ -54,7 +50,6 @@ from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter
 UNFINISHED, UNFINISHED_DELTA = 'unfinished', 'unfinished-delta'
 """Names of the directories of files that are still being written."""
 MANIFEST = 'manifest.json'
-_ANOTHER = 'has the model changed since the start?'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -277,8 +272,7 @@ class PublicationFolder:
     self, *, slices: Mapping[str, Collection[Slice]] | None = None, checksums: bool = False
   ) -> ShareOrder | None:
     """Prepares a directory into which all processes of the trainer write a version; see `write` for
-    the arguments. Returns the order for them, or None if process 0 must write alone, because
-    adapters are published.
+    the arguments. Returns the order for them, or None if process 0 must write alone.
     """
     with writing(self.root), self._lock:
       return self._order(slices, checksums)
@@ -392,74 +386,6 @@ class PublicationFolder:
   def close(self) -> None:
     """Removes the folder."""
     shutil.rmtree(self.root, ignore_errors=True)
-
-
-class AdapterFolder(PublicationFolder):
-  """Folder of published adapter versions in PEFT format. The base weights are published once, with
-  the first version.
-  """
-
-  def __init__(
-    self,
-    root: str | Path,
-    spec: ModelSpec,
-    *,
-    lora: LoraConfig,
-    dtype: str,
-    private: bool = True,
-    source: FrontConfig | None = None,
-  ):
-    super().__init__(root, spec, dtype=dtype, private=private, source=source)
-    self._lora, self._base = lora, None
-
-  def begin_shares(
-    self, *, slices: Mapping[str, Collection[Slice]] | None = None, checksums: bool = False
-  ) -> None:
-    return None
-
-  def write(
-    self,
-    version: Version,
-    leaves: Iterable[tuple[str, np.ndarray]],
-    *,
-    slices: Mapping[str, Collection[Slice]] | None = None,
-    checksums: bool = False,
-  ) -> Publication:
-    """Publishes an adapter version. `leaves` contains the arrays of the base weights and of the
-    adapter in the first call, and only the adapter's arrays in later calls. `slices` and
-    `checksums` apply to the base weights.
-    """
-    parts: dict[str, list[np.ndarray]] = {}
-
-    def base_leaves() -> Iterator[tuple[str, np.ndarray]]:
-      for name, leaf in leaves:
-        if is_adapter(name):
-          parts.setdefault(name, []).append(leaf)
-        else:
-          yield name, leaf
-
-    if self._base is None:
-      self._base = super().write(version, base_leaves(), slices=slices, checksums=checksums)
-    elif (other := next(base_leaves(), None)) is not None:
-      raise UserError(
-        f'{other[0]}: not a parameter of an adapter, and only adapters are published; {_ANOTHER}'
-      )
-    adapters = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-    directory, unfinished = self.root / f'adapter-{version}', self.root / 'unfinished-adapter'
-    with writing(self.root):
-      export_adapter(unfinished, unflatten(adapters), self._spec, self._lora, base=None)
-      for path in unfinished.iterdir():
-        sync(path)
-      if directory.exists():
-        self._remove(directory)
-      unfinished.rename(directory)
-      sync(self.root)
-    arrays = dict(to_peft(unflatten(adapters), self._spec))
-    digests = {name: digest(array) for name, array in arrays.items()}
-    nbytes = sum(array.nbytes for array in arrays.values())
-    return Publication(
-      version=version, directory=directory, files={WEIGHTS: digests}, nbytes=nbytes, base=self._base
-    )
 
 
 def read_published(

@@ -24,8 +24,9 @@ from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import LoraConfig, ModelOptions
 from jaxrl_llm.rollout.api import Probe, Request
+from jaxrl_llm.rollout.vllm.adapter_folder import AdapterFolder
 from jaxrl_llm.rollout.vllm.client import VllmClient
-from jaxrl_llm.rollout.vllm.publication import AdapterFolder, read_checked
+from jaxrl_llm.rollout.vllm.publication import read_checked
 from jaxrl_llm.rollout.vllm.replica import Replica, Unproven
 from jaxrl_llm.rollout.vllm.server import lora_rank
 from jaxrl_llm.weights.checksums import checksums

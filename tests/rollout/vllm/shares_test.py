@@ -13,10 +13,9 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.models.families import FAMILIES, tiny
-from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.rollout.api import SharedWrite, Weights
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
-from jaxrl_llm.rollout.vllm.publication import AdapterFolder, PublicationFolder, read_published
+from jaxrl_llm.rollout.vllm.publication import PublicationFolder, read_published
 from jaxrl_llm.rollout.vllm.share_writer import VllmShareWriter
 from jaxrl_llm.rollout.vllm.shares import ShareOrder, ShareReport, delta_file, share_file
 from jaxrl_llm.weights.checksums import Slice
@@ -112,11 +111,6 @@ def test_a_share_that_cannot_be_written_is_reported_and_all_parameters_are_taken
   report = writer.write(order.to_json(), 1, 2, leaves())
   assert 'Is a directory' in report['error'] and '\n' not in report['error']
   assert set(taken) == set(writer.names(1, 2))
-
-
-def test_adapters_are_written_by_process_0_alone(tmp_path):
-  options = {'lora': LoraConfig(rank=2), 'dtype': 'float32'}
-  assert AdapterFolder(tmp_path / 'w', SPEC, **options).begin_shares() is None
 
 
 NAMES = ('model.layers.1.mlp.up_proj.weight', 'model.norm.weight')
