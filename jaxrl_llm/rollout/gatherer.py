@@ -135,24 +135,9 @@ class Gatherer:
     only parts of its own share. If the processes have different numbers of devices in the mesh,
     every device receives all parts, as with `leaves`.
 
-    Process 0 also gets the parameters that are in no share, such as adapters, as with `leaves`.
-
     Args:
       shares: names in the unrolled tree of the parameters of each process's share.
     """
-    yield from self._share(params, shares, number)
-    shared = frozenset().union(*shares)
-    names = {tensor.name for tensor, _ in self._tensors(params) if tensor.name not in shared}
-    if names:
-      stacked = {stacked_name(name) for name in names}
-      flat = flatten(params).items()
-      others = {name: leaf for name, leaf in flat if name in names or name in stacked}
-      yield from self.leaves(unflatten(others), names if number == 0 else ())
-
-  def _share(
-    self, params: Params, shares: Sequence[Collection[str]], number: int
-  ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name in the unrolled tree, array) for each parameter of a share; see `share`."""
     exchange, whole = self.exchange, np.empty(0)
     if exchange is None or exchange.count != len(shares):
       yield from self.leaves(params, shares[number])
@@ -174,6 +159,23 @@ class Gatherer:
         yield name, whole[0, batch.skipped :]
       elif batch.start + cut.rows == cut.length:
         yield name, whole.reshape(cut.shape)
+
+  def unshared(
+    self, params: Params, shares: Sequence[Collection[str]], number: int
+  ) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields, in process 0, (name in the unrolled tree, array) for each parameter that is in no
+    share, such as adapters beside the base weights. Every process must iterate, with its own number
+    and the same shares.
+
+    Args:
+      shares: see `share`.
+    """
+    shared = frozenset().union(*shares)
+    names = {tensor.name for tensor, _ in self.tensors(params) if tensor.name not in shared}
+    stacked = {stacked_name(name) for name in names}
+    flat = flatten(params).items()
+    others = {name: leaf for name, leaf in flat if name in names or name in stacked}
+    yield from self.leaves(unflatten(others), names if number == 0 else ())
 
   def arrays(self, params: Params) -> Iterator[tuple[str, jax.Array]]:
     """Yields (name in the unrolled tree, array) for each parameter, as `leaves` does, but with the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -110,14 +111,17 @@ class Publisher:
   def _share(
     self, params: Params, names: Sequence[Collection[str]], shares: SharedWrite
   ) -> Iterable[tuple[str, Any]]:
-    """Returns (name, array or changes) for each parameter of the share of this process.
+    """Returns (name, array or changes) for each parameter of the share of this process and, in
+    process 0, for each parameter that is in no share.
 
     Args:
       names: names of the parameters of each process's share.
     """
     number, comparison = jax.process_index(), shares.comparison
     if self._image is None or comparison is None:
-      return self._gatherer.share(params, names, number)
+      gatherer = self._gatherer
+      arguments = params, names, number
+      return itertools.chain(gatherer.share(*arguments), gatherer.unshared(*arguments))
     return self._image.share(
       params, names, number, before=comparison.before, token=comparison.token
     )
