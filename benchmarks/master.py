@@ -8,8 +8,8 @@ it has in a run: fleet, workflow, explorer, store, batches, and the logs of a st
 at once, nothing is trained, and the trainer's logprobs are all -1. With `--before`, a checkout of
 an earlier commit does the same work in turn with this one, and its samples must be the same.
 Figures are CPU time, because other work may share the cores: of the thread of the event loop, of
-other threads (among them the loops that receive answers and messages of explorers), and of child
-processes. A callback is one call of the event loop.
+other threads (among them the loops that receive answers and messages of explorers, and the thread
+that stores groups), and of child processes. A callback is one call of the event loop.
 """
 
 import asyncio
@@ -62,8 +62,12 @@ _PIECE = 256
 tokens.
 """
 _HOSTS, _CORES = 64, 16
-_LOOPS = {'loop of answers': 'responses', 'loop of messages': 'messages'}
-"""Names of the threads of background loops. Their time is part of that of the other threads."""
+_OTHERS = {
+  'loop of answers': 'responses',
+  'loop of messages': 'messages',
+  'thread that stores groups': 'settling',
+}
+"""How the names of some threads begin. Their time is part of that of the other threads."""
 _DONE = 'measured '
 
 PARTS = {
@@ -78,7 +82,10 @@ PARTS = {
   'decode text': ('rollout.workflow:completion_text',),
   'build samples': ('rollout.workflow:rollout_sample',),
   'encode samples': ('replay.writer:encode',),
-  'store groups': ('master.exploring.explorer:Explorer._admit',),
+  'store groups': (
+    'master.exploring.explorer:Explorer._admit',
+    'replay.writer:StepWriter.append',
+  ),
   'seal': ('replay.writer:StepWriter.seal',),
   'metrics': ('master.keeper:step_metrics',),
   'transcripts': (
@@ -369,7 +376,7 @@ async def measure(sockets: list[str], folder: pathlib.Path) -> dict:
   count = _STEPS.value * _SAMPLES.value
   spent['other threads'] = spent.pop('process') - spent['event loop']
   return {
-    'loops': {name: spent.pop(name) / count * 1e3 for name in _LOOPS},
+    'other threads': {name: spent.pop(name) / count * 1e3 for name in _OTHERS},
     'threads': {name: seconds / count * 1e3 for name, seconds in spent.items()},
     'parts': {part: parts.seconds[part] / count * 1e3 for part in PARTS},
     'longest': [longest.seconds * 1e3, longest.name],
@@ -383,13 +390,13 @@ def usage() -> dict[str, float]:
     'event loop': time.thread_time(),
     'process': time.process_time(),
     'child processes': children.ru_utime + children.ru_stime,
-    **{name: thread_seconds(thread) for name, thread in _LOOPS.items()},
+    **{name: thread_seconds(thread) for name, thread in _OTHERS.items()},
   }
 
 
 def thread_seconds(name: str) -> float:
-  """CPU seconds of the threads with a name."""
-  idents = [thread.ident for thread in threading.enumerate() if thread.name == name]
+  """CPU seconds of the threads whose names begin with `name`."""
+  idents = [thread.ident for thread in threading.enumerate() if thread.name.startswith(name)]
   return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents)
 
 
@@ -434,7 +441,7 @@ def measured(tree: pathlib.Path, explorers: str) -> dict:
 def table(sides: dict[str, dict]) -> None:
   print(f'| CPU ms per sample of {_TOKENS.value} tokens | {" | ".join(sides)} |')
   print(f'|---{"|---" * len(sides)}|')
-  for kind in ('threads', 'loops', 'parts'):
+  for kind in ('threads', 'other threads', 'parts'):
     for name in next(iter(sides.values()))[kind]:
       print(f'| {name} | {" | ".join(f"{side[kind][name]:.1f}" for side in sides.values())} |')
     if kind == 'threads':

@@ -2,10 +2,10 @@
 release Python's global lock most of the time, or to a second event loop.
 
 Only the work that takes the longest per token is moved: receiving and parsing servers' responses,
-decoding text, computing metrics, and writing transcripts. The following work also grows with the
-length of sequences, but stays on the event loop's thread: building the lists of prompt tokens in
-requests, encoding samples and writing them to the store's index, and finding the prefixes that the
-rows of a batch share.
+receiving messages of explorers, decoding text, writing samples to the store's index
+(`master.exploring.settling`), computing metrics, and writing transcripts. The following work also
+grows with the length of sequences, but stays on the event loop's thread: building the lists of
+prompt tokens in requests, and finding the prefixes that the rows of a batch share.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ _END_S = 5.0
 """Maximum seconds that a cancelled call waits for its coroutine to end."""
 
 
+def is_short(tokens: int) -> bool:
+  """Returns whether work on this many tokens is done directly, and not in a thread."""
+  return tokens <= _SHORT
+
+
 async def by_length(tokens: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
   """Returns `function(*args, **kwargs)`. The function is called in a thread if it works on many
   tokens, and directly otherwise.
@@ -36,7 +41,7 @@ async def by_length(tokens: int, function: Callable[P, T], *args: P.args, **kwar
   Args:
     tokens: number of tokens that the function works on.
   """
-  if tokens <= _SHORT:
+  if is_short(tokens):
     return function(*args, **kwargs)
   return await asyncio.to_thread(function, *args, **kwargs)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.master.exploring.awaiting import TOO_LATE
 from jaxrl_llm.master.exploring.config import ExplorerConfig
-from jaxrl_llm.master.exploring.finished import finish, why_dropped
+from jaxrl_llm.master.exploring.finished import FinishedGroup, finish, why_dropped
 from jaxrl_llm.master.exploring.gate import Gate
 from jaxrl_llm.master.exploring.outcomes import Outcomes
 from jaxrl_llm.master.exploring.processors import Processed
@@ -59,17 +59,43 @@ class Endings:
     Raises:
       NothingToLearn: too many groups were dropped.
     """
-    config, step = self.config, self.samples.step
-    finished = finish(config, members, self.rewards, step=step, processed=processed)
+    finished = self._selected(group, members, processed)
+    self.samples.settle(group.name, finished, store)
+    self._conclude(group, finished)
+
+  async def admit(
+    self, group: StartedGroup, members: list[Experience], processed: Processed | None
+  ) -> None:
+    """Does the same as `finish` for a group whose samples have just been generated. Counts and
+    stores the samples. If this call is cancelled, the group ends nevertheless.
+    """
+    finished = self._selected(group, members, processed)
+
+    def conclude() -> None:
+      self.tally.generated(group, members)
+      self._conclude(group, finished)
+
+    await self.samples.settle_new(group.name, finished, conclude)
+
+  def _selected(
+    self, group: StartedGroup, members: list[Experience], processed: Processed | None
+  ) -> FinishedGroup:
+    """Decides which samples of a group are trained on, and records the group's outcome."""
+    finished = finish(
+      self.config, members, self.rewards, step=self.samples.step, processed=processed
+    )
     if finished.outcome is not None:
       self.outcomes.record(group.number, finished.outcome)
-    self.samples.settle(group.name, finished, store)
+    return finished
+
+  def _conclude(self, group: StartedGroup, finished: FinishedGroup) -> None:
+    """Records that a group has been admitted or dropped in the store."""
     self.tally.finished(finished)
     if finished.chosen:
       group.chosen = finished.chosen
     else:
       reason = 'scorer failed' if finished.scorer_failed else 'nothing to learn from'
-      self._drop(group, reason, why_dropped(finished, config))
+      self._drop(group, reason, why_dropped(finished, self.config))
 
   def expire(self, group: StartedGroup, reason: str) -> None:
     """Drops a group that has exceeded a time limit, which `reason` names. Raises NothingToLearn if

@@ -34,14 +34,14 @@ from jaxrl_llm.master.exploring.batch_policy import POLICIES, batches_ahead, pas
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.delayed import DelayedRewards
 from jaxrl_llm.master.exploring.endings import Endings
-from jaxrl_llm.master.exploring.finished import scorable_of, store_samples
+from jaxrl_llm.master.exploring.finished import scorable_of
 from jaxrl_llm.master.exploring.gate import Gate
 from jaxrl_llm.master.exploring.outcomes import Outcomes
 from jaxrl_llm.master.exploring.partial import GroupCut
 from jaxrl_llm.master.exploring.processors import Processed, Processors
 from jaxrl_llm.master.exploring.runner import GroupExpired, GroupOrder, GroupRunner
 from jaxrl_llm.master.exploring.scheduling import Immediate, Rounds, Scheduler, ScoringRounds
-from jaxrl_llm.master.exploring.selection import Experience, sampled_tokens
+from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.exploring.stage_samples import StageSamples
 from jaxrl_llm.master.exploring.started import StartedGroup, StartedGroups
 from jaxrl_llm.master.exploring.tally import Tally
@@ -187,6 +187,7 @@ class Explorer:
       await asyncio.gather(self._running, return_exceptions=True)
       self._running = None
       await models.aclose()
+      self._samples.settling.close()
       others = self._returned
       if self._delayed is not None:
         others = others | self._delayed.awaiting.kept(self._config.stage)
@@ -489,7 +490,7 @@ class Explorer:
         self._progress.set()
         return
     group.rolled_out, group.scored = judged.rolled_out, judged.scored
-    self._admit(group, judged.members, processed)
+    await self._admit(group, judged.members, processed)
 
   def _sampling(self, group: StartedGroup) -> Sampling:
     """Returns the group's sampling parameters. They depend on the number of batches on which the
@@ -511,7 +512,7 @@ class Explorer:
     self._gate.park()
     self._progress.set()
 
-  def _admit(
+  async def _admit(
     self, group: StartedGroup, members: list[Experience], processed: Processed | None
   ) -> None:
     """Takes a group whose samples are generated, and finishes it unless it must wait for delayed
@@ -520,15 +521,13 @@ class Explorer:
     Args:
       processed: result of the processors. If None, they run when the group is finished.
     """
-    self._tally.discard(group, sampled_tokens(members))
-    self._tally.sampled(members)
     if self._delayed is not None and self._delayed.park(group, members):
-      pass
+      self._tally.generated(group, members)
     elif self._needs_trainer(members):
+      self._tally.generated(group, members)
       group.unscored = members
     else:
-      store = functools.partial(store_samples, self._samples.writer, members)
-      self._endings.finish(group, members, store, processed)
+      await self._endings.admit(group, members, processed)
     self._progress.set()
 
   def _needs_trainer(self, members: Sequence[Experience]) -> bool:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxrl_llm.core.records.span import Span
 from jaxrl_llm.master.exploring.config import ExplorerConfig
-from jaxrl_llm.master.exploring.finished import FinishedGroup
+from jaxrl_llm.master.exploring.finished import FinishedGroup, store_samples
 from jaxrl_llm.master.exploring.recall import read_members, recall
 from jaxrl_llm.master.exploring.runner import GroupRunner
 from jaxrl_llm.master.exploring.selection import Experience
+from jaxrl_llm.master.exploring.settling import Settling
 from jaxrl_llm.master.exploring.started import StartedGroup, Waiting
 from jaxrl_llm.replay.awaited import Awaited
 from jaxrl_llm.replay.index import ReplayStore
@@ -32,6 +33,7 @@ class StageSamples:
 
   Attributes:
     writer: writer of the store at the current step.
+    settling: groups that are being stored in a thread. They belong to the current step.
   """
 
   def __init__(
@@ -45,6 +47,7 @@ class StageSamples:
     self._config, self._runner, self._sampler = config, runner, sampler
     self._store, self._events = store, events
     self.writer: StepWriter = store.at(0)
+    self.settling = Settling()
     self._visits: dict[str, int] = {}
     """Number of times that each prompt was drawn before (see `_earlier_visits`), keyed by the
     result of `_prompt`. The stage continues this count, because the count is part of the random
@@ -62,7 +65,10 @@ class StageSamples:
     return self._store.directory / 'judged'
 
   def advance(self, step: int) -> None:
-    """Records that the run has completed `step` batches."""
+    """Records that the run has completed `step` batches. First waits for the groups that are being
+    stored.
+    """
+    self.settling.finish()
     self.writer = self._store.at(step)
 
   async def count_visits(self) -> None:
@@ -137,11 +143,36 @@ class StageSamples:
       group: name of the group.
       store: adds to the store those of the group's samples and scores that are not stored yet.
     """
+    self.settling.finish()
     asked = self._events.request(Edge.STORE, group=group, count=len(finished.members))
     with self._store.transaction():
       store()
       finished.settle(self.writer)
     self._events.reply(asked, admitted=len(finished.uids))
+
+  async def settle_new(
+    self, group: str, finished: FinishedGroup, conclude: Callable[[], None]
+  ) -> None:
+    """Does the same as `settle` for a finished group whose samples are not stored yet, in a thread
+    if they are long, and then calls `conclude`. See `Settling.settle`.
+
+    Args:
+      group: name of the group.
+    """
+    asked = self._events.request(Edge.STORE, group=group, count=len(finished.members))
+    writer = self.writer
+
+    def store() -> None:
+      with self._store.transaction():
+        store_samples(writer, finished.members)
+        finished.settle(writer)
+
+    def reply() -> None:
+      self._events.reply(asked, admitted=len(finished.uids))
+      conclude()
+
+    tokens = sum(len(step.tokens) for member in finished.members for step in member.steps)
+    await self.settling.settle(tokens, store, reply)
 
   def drop_live(self, groups: Sequence[StartedGroup], reason: str) -> int:
     """Drops those samples of groups that the store has as live. A group that has not run yet has
@@ -184,8 +215,10 @@ class StageSamples:
 
   def complete(self, uids: Sequence[str], experts: Sequence[Issue]) -> None:
     """Records a completed batch. Later changes belong to the next one. For the arguments, see
-    `Explorer.complete`.
+    `Explorer.complete`. First waits for the groups that are being stored. Otherwise, the store
+    would have groups of this batch as finished that the state of a commit lacks.
     """
+    self.settling.finish()
     self.writer.trained(uids)
     self.writer.join(experts)
     self.writer.trained([row.uid for row in experts])

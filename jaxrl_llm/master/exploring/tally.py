@@ -43,6 +43,13 @@ class Tally:
     """Counts the tokens of samples that have been generated and are stored."""
     self._tokens['sampled'] += sampled_tokens(members)
 
+  def generated(self, group: StartedGroup, members: Sequence[Experience]) -> None:
+    """Counts the tokens of a group whose samples have been generated: those of the samples, and the
+    discarded tokens. Must be called when the group begins to count as waiting, or is dropped.
+    """
+    self.discard(group, sampled_tokens(members))
+    self.sampled(members)
+
   def dropped(self, members: Sequence[Experience]) -> None:
     """Counts the tokens of stored samples that no batch will contain."""
     self._tokens['dropped'] += sampled_tokens(members)

@@ -7,11 +7,13 @@ import collections
 import functools
 import itertools
 import json
+import threading
 
 import exploring
 import pytest
 from clocks import LOOP_CLOCK, simulated
 
+from jaxrl_llm.core import background
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.waits import IdleClock, WaitExpired
 from jaxrl_llm.master.exploring.limits import TaskLimits
@@ -210,6 +212,46 @@ def by_task(tasks, values):
 
 def states(report):
   return {state: count for state, count in report.states.items() if count}
+
+
+def test_a_batch_is_complete_only_once_all_groups_that_are_being_stored_have_been(
+  tokenizer, store, monkeypatch
+):
+  """Otherwise the store would have a group as admitted that the state of the commit lacks."""
+  monkeypatch.setattr(background, 'is_short', lambda tokens: False)
+  threads, may_store, transaction, third = [], threading.Event(), store.transaction, None
+
+  def slow():
+    if threading.current_thread() is not threading.main_thread():
+      threads.append(threading.get_ident())
+      if len(threads) > 2:
+        third.get_loop().call_soon_threadsafe(lambda: third.done() or third.set_result(None))
+        assert may_store.wait(20)
+    return transaction()
+
+  monkeypatch.setattr(store, 'transaction', slow)
+
+  async def main():
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, bound=1)
+    nonlocal third
+    third = asyncio.get_running_loop().create_future()
+    explorer, later = exploration.explorer, [task.uid for task in exploration.tasks[2:]]
+    is_held = True
+    exploration.engine.hold = lambda request: is_held and request.uid.split('/')[1] in later
+    async with explorer.running():
+      explorer.advance(0, 0)
+      batch, _ = await explorer.collect()
+      store.at(0).seal(uids(batch))
+      is_held = False
+      await third
+      assert store.counts()['admitted'] == 4
+      threading.Timer(0.2, may_store.set).start()
+      explorer.complete(uids(batch))
+      ended = [group['ended'] for group in explorer.state()['explorer']['groups']]
+      assert sum(ended) * 2 == store.counts()['admitted'] >= 2
+
+  run(main())
+  assert len({*threads}) == 1
 
 
 def test_a_group_of_which_nothing_is_chosen_is_dropped_and_replaced(tokenizer, store):
