@@ -243,10 +243,16 @@ def test_the_mesh_changes_nothing(folder, axes):
   assert_same(on_mesh(folder, axes, model='bigram'), whole)
 
 
-@pytest.mark.full
-def test_a_decoder_with_balanced_shards_has_the_same_gradient(folder):
+@pytest.mark.parametrize(
+  'axes',
+  [
+    pytest.param((('fsdp', 2), ('sequence', 2), ('tensor', 2)), marks=pytest.mark.full),
+    pytest.param((('fsdp', 2), ('sequence', 4)), marks=pytest.mark.acceptance),
+  ],
+  ids=str,
+)
+def test_a_decoder_with_balanced_shards_has_the_same_gradient(folder, axes):
   whole = compute(folder, SUBJECTS['token-mean'])
-  axes = (('fsdp', 2), ('sequence', 2), ('tensor', 2))
   by_blocks = {'attention': 'blockwise', 'chunks': 2, 'axes': axes}
   case = Case(folder, rows=SUBJECTS['token-mean'].rows, **by_blocks)
   choice = attention_of(case.model.options, case.mesh, time=CHUNK, keys=CHUNK, same_tokens=True)
