@@ -23,7 +23,7 @@ from jaxrl_llm.app.composition.automatic import (
   with_sized,
   with_values,
 )
-from jaxrl_llm.app.composition.shapes import chunk_length
+from jaxrl_llm.app.composition.shapes import chunk_length, saved_by_sharing
 from jaxrl_llm.app.composition.stages import policy_options
 from jaxrl_llm.app.dry_run.memory_plan import Fit, Plan, Search, Target, measure, memory_limit
 from jaxrl_llm.app.schema import AUTO, Config
@@ -162,6 +162,7 @@ def attention_here(config: Config, mesh: Mesh, spec: ModelSpec, length: int) -> 
     platform=platform_of(mesh),
     time=length,
     shards=mesh.shape[SEQUENCE],
+    saved=saved_by_sharing(config),
   )
   if found is not None:
     return found

@@ -194,7 +194,8 @@ class LearnerConfig:
   share_prefixes: bool = True
   """Whether a prefix that several sequences of a group or pair have in common, such as their
   prompt, is computed once instead of once per sequence. The results are the same up to rounding.
-  The option has an effect only if attention is 'masked' or 'blockwise' (see `policy.attention`).
+  The option has an effect only if attention is 'masked', 'blockwise', 'cudnn' or 'tokamax' (see
+  `policy.attention`).
   """
   logits_budget_bytes: int | Literal['auto'] = 'auto'
   """Maximum size of the float32 logits in bytes per rank. To stay below this size, logits are

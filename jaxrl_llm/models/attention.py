@@ -21,6 +21,7 @@ from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.ops.attention import (
   CHECKED,
   KERNELS,
+  SHARES_PREFIXES,
   Choice,
   Implementation,
   attention,
@@ -86,15 +87,26 @@ class Proven(NamedTuple):
   """The device, and why the implementations before this one cannot be used."""
 
 
-def proven(asked: str, trial: Trial, *, platform: str, time: int, shards: int) -> Proven | None:
+MUCH_SAVED = 0.5
+"""Share of tokens saved by shared prefixes from which an implementation that shares them is better
+than any kernel that does not: it computes everything else for at most half of the tokens.
+"""
+
+
+def proven(
+  asked: str, trial: Trial, *, platform: str, time: int, shards: int, saved: float = 0.0
+) -> Proven | None:
   """Finds the first of the platform's kernels that gives the results of masked attention on the
-  default device. The last candidate is blockwise attention.
+  default device. The last candidate is blockwise attention, unless shared prefixes save much
+  (`MUCH_SAVED`): then the kernels that do not share prefixes come after it.
 
   Args:
     asked: implementation from the configuration. A kernel named here is the only candidate.
     platform: platform whose kernels are candidates.
     time: maximum number of tokens of a row.
     shards: number of shards of the time axis.
+    saved: share of the tokens that the run saves by sharing prefixes; 0 if it shares none.
+      Otherwise, kernels that can share prefixes are checked with shared ones, too.
 
   Returns:
     The implementation. None if nothing needs a check: on platforms that are not in `CHECKED`, or if
@@ -107,10 +119,13 @@ def proven(asked: str, trial: Trial, *, platform: str, time: int, shards: int) -
     return None
   rule = dict(window=trial.window, softcap=trial.softcap)
   inputs = dict(time=time, keys=time, dtype=trial.dtype, shards=shards, **rule)
-  names = KERNELS[platform] if asked == 'auto' else (asked,)
-  rejected = {name: why for name in names if (why := unsupported(name, **inputs))}
+  names: list[Implementation] = [*KERNELS[platform], 'blockwise'] if asked == 'auto' else [asked]
+  if saved >= MUCH_SAVED:
+    names.sort(key=lambda name: name not in SHARES_PREFIXES)
+  rejected = {
+    name: why for name in names if name != 'blockwise' and (why := unsupported(name, **inputs))
+  }
   candidates = [name for name in names if name not in rejected]
-  candidates += ['blockwise'] if asked == 'auto' else []
 
   def compute_by(name: Implementation):
     compute = functools.partial(attention, implementation=name, **rule)
@@ -129,7 +144,8 @@ def proven(asked: str, trial: Trial, *, platform: str, time: int, shards: int) -
 
     return whole if shards == 1 else in_halves
 
-  found = first_correct({name: compute_by(name) for name in candidates}, trial)
+  shared = SHARES_PREFIXES if saved else ()
+  found = first_correct({name: compute_by(name) for name in candidates}, trial, shared=shared)
   rejected |= found.rejected
   if found.name is None:
     reasons = '; '.join(f'{name}: {reason}' for name, reason in rejected.items())

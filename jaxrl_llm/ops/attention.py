@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.ops.blockwise import BLOCK, blockwise
 from jaxrl_llm.ops.fused import (
+  MASK_SCORES,
   cudnn,
   pallas_gpu,
   tokamax,
@@ -28,7 +29,7 @@ from jaxrl_llm.ops.places import FLOOR, MASKED, Places, visible
 from jaxrl_llm.ops.splash import MULTIPLE, splash, splash_block, why_not_splash
 
 Implementation = Literal['masked', 'blockwise', 'splash', 'cudnn', 'tokamax', 'pallas_gpu']
-SHARES_PREFIXES: frozenset[Implementation] = frozenset({'masked', 'blockwise'})
+SHARES_PREFIXES: frozenset[Implementation] = frozenset({'masked', 'blockwise', 'cudnn', 'tokamax'})
 """Implementations in which segments may share prefixes (`Places.seen_until`)."""
 KERNELS: Mapping[str, tuple[Implementation, ...]] = {
   'tpu': ('splash',),
@@ -198,6 +199,17 @@ def unsupported(
   return why_not_pallas_gpu(dtype, window=window, softcap=softcap, shards=shards)
 
 
+def why_not_shared(implementation: Implementation, *, time: int, keys: int) -> str | None:
+  """Returns the reason why segments of rows with this many queries and keys cannot share prefixes;
+  None if they can.
+  """
+  if implementation not in SHARES_PREFIXES:
+    return f'{implementation} does not share prefixes'
+  if implementation in ('cudnn', 'tokamax') and time * keys > MASK_SCORES:
+    return f'with shared prefixes, {implementation} needs a mask of {time} × {keys} elements a row'
+  return None
+
+
 def attention(
   query: Float[Array, 'batch time heads head_dim'],
   key: Float[Array, 'batch keys kv_heads head_dim'],
@@ -242,9 +254,11 @@ def attention(
     )
   if of_queries is not of_keys and implementation != 'cudnn':
     raise ValueError(f'attention: {implementation} needs queries and keys of the same tokens')
-  if of_keys.seen_until is not None:
-    raise ValueError(f'attention: {implementation} does not share prefixes')
-  sizes = dict(time=query.shape[1], keys=key.shape[1], dtype=query.dtype)
+  sizes = dict(time=query.shape[1], keys=key.shape[1])
+  shares = of_keys.seen_until is not None
+  if shares and (apart := why_not_shared(implementation, **sizes)):
+    raise ValueError(f'attention: {apart}')
+  sizes |= dict(dtype=query.dtype)
   if missing := unsupported(implementation, **sizes, window=window, softcap=softcap):
     raise ValueError(f'attention: {missing}')
   if implementation == 'splash':

@@ -4,13 +4,18 @@ Invariant: except for cuDNN, the kernels mask by index (causally) and by segment
 keys must be the same tokens in the same order; see `attention`. The module of a kernel is imported
 where it is used, because the import takes most of a second. No kernel for GPUs has run on one yet.
 A run uses such a kernel only after a check on its own devices (`ops.self_check`).
+
+Shared prefixes (`Places.seen_until`) need kernels that take a mask as an array: cuDNN and tokamax.
+JAX's Triton kernel could only combine a prefix and a branch through the log-sum-exps of their
+scores, but its public function returns these without a gradient. It also takes one array of segment
+ids for queries and keys, so no call of it computes a branch's view of its prefix alone.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +25,9 @@ from jaxrl_llm.ops.places import Places, visible
 
 _MULTIPLE = 128
 """Number of tokens to a multiple of which `pallas_gpu` pads rows."""
-CUDNN_SCORES = 8192 * 8192
-"""Number of scores per head (queries × keys of a row) up to which cuDNN is used, because the mask
-that it needs has as many elements, 134 MB in bfloat16.
+MASK_SCORES = 8192 * 8192
+"""Number of scores per head (queries × keys of a row) up to which a kernel is given a mask as an
+array, which has as many elements, 134 MB in bfloat16.
 """
 _GPU_KERNEL = 'jax.experimental.pallas.ops.gpu.attention'
 
@@ -56,7 +61,7 @@ def why_not_cudnn(dtype: Any, *, time: int, keys: int, softcap: float | None) ->
     return f'cudnn does not compute in {jnp.dtype(dtype).name}'
   if softcap is not None:
     return 'cudnn supports no softcap'
-  if time * keys > CUDNN_SCORES:
+  if time * keys > MASK_SCORES:
     return f'cudnn needs a mask of {time} × {keys} elements for each row'
   return None
 
@@ -82,11 +87,17 @@ def cudnn(
   of_keys: Places,
   *,
   window: int | None = None,
+  library: Literal['cudnn', 'xla'] = 'cudnn',
 ) -> Float[Array, 'batch time heads head_dim']:
   """Runs cuDNN's flash attention.
 
   JAX's public interface to cuDNN has no packed segments. Therefore the visible keys are passed as a
-  mask `[batch, 1, time, keys]`. Thanks to the mask, the queries may be a shard of the keys' tokens.
+  mask `[batch, 1, time, keys]`. Thanks to the mask, the queries may be a shard of the keys' tokens,
+  and segments may share prefixes.
+
+  Args:
+    library: implementation of `jax.nn.dot_product_attention`. 'xla' runs on any platform; for
+      tests.
   """
   mixed = jax.nn.dot_product_attention(
     query,
@@ -94,7 +105,7 @@ def cudnn(
     value,
     mask=visible(of_queries, of_keys, window=window)[:, None],
     is_causal=of_queries is of_keys,
-    implementation='cudnn',
+    implementation=library,
   )
   return without_padding(mixed, of_queries.segment_ids)
 
@@ -111,19 +122,25 @@ def tokamax(
 ) -> Float[Array, 'batch time heads head_dim']:
   """Runs the first of tokamax's kernels that supports the inputs and the device.
 
+  If segments share prefixes, the visible keys are passed as a mask `[batch, 1, time, time]`.
+
   Args:
     kernels: names of kernels. 'xla_chunked' runs on any platform.
   """
   import tokamax as library
 
-  before = places.positions if window is None else jnp.minimum(places.positions, window - 1)
-  # tokamax takes a window in place of segments. As an array, it has one width per query: a query
-  # sees as many tokens before it as its segment has.
+  if places.seen_until is None:
+    before = places.positions if window is None else jnp.minimum(places.positions, window - 1)
+    # tokamax takes a window in place of segments. As an array, it has one width per query: a query
+    # sees as many tokens before it as its segment has.
+    seen = dict(local_window_size=(before[:, None, :], 0))
+  else:
+    seen = dict(mask=visible(places, places, window=window)[:, None], is_causal=True)
   mixed = library.dot_product_attention(
     query,
     key,
     value,
-    local_window_size=(before[:, None, :], 0),
+    **seen,
     logits_soft_cap=softcap,
     implementation=tuple(kernels),
   )

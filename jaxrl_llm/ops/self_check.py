@@ -8,7 +8,7 @@ of a small problem on the device itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple
 
 import jax
@@ -32,6 +32,15 @@ _ROWS = ((300,), (130, 170), (1, 2, 61, 128, 64), ())
 """Lengths of the segments of each row: shorter and longer than a kernel's blocks, with boundaries
 within blocks and between blocks, with and without padding at the end.
 """
+_PARENTS = (
+  ((0, 0),),
+  ((0, 0), (1, 129)),
+  ((0, 0), (0, 0), (2, 1), (3, 40), (3, 17)),
+  (),
+)
+"""For each segment of `_ROWS`, the number of the segment from which it continues in a tree, and the
+position at which it does; (0, 0) for a root. The trees have up to three levels.
+"""
 
 
 class Trial(NamedTuple):
@@ -54,27 +63,42 @@ class Selection(NamedTuple):
   """Reasons for rejecting the implementations before it, keyed by name."""
 
 
-def first_correct(candidates: Mapping[str, Compute], trial: Trial) -> Selection:
+def first_correct(
+  candidates: Mapping[str, Compute], trial: Trial, *, shared: Container[str] = ()
+) -> Selection:
   """Checks implementations in the given order, until one is correct.
 
   Args:
     candidates: implementations, keyed by name. They must support `trial.window` and
       `trial.softcap` without being given them.
+    shared: names of the implementations that must be correct with shared prefixes, too.
   """
   rejected = {}
   for name, compute in candidates.items():
-    reason = why_wrong(compute, trial)
+    reason = why_wrong(compute, trial, shared=name in shared)
     if reason is None:
       return Selection(name, rejected)
     rejected[name] = reason
   return Selection(None, rejected)
 
 
-def why_wrong(compute: Compute, trial: Trial) -> str | None:
+def why_wrong(compute: Compute, trial: Trial, *, shared: bool = False) -> str | None:
   """Returns why an implementation cannot be used on the default device: the error that it raises,
   or the result that differs from that of masked attention. Returns None if it is correct.
+
+  Args:
+    shared: whether the implementation must be correct with shared prefixes, too.
   """
   *arrays, places = _problem(trial)
+  reason = _difference(compute, trial, arrays, places)
+  if reason is None and shared:
+    reason = _difference(compute, trial, arrays, _trees(places))
+    return None if reason is None else f'with shared prefixes, {reason}'
+  return reason
+
+
+def _difference(compute: Compute, trial: Trial, arrays, places: Places) -> str | None:
+  """Returns the result of `why_wrong` for tokens at these places."""
   try:
     got = jax.device_get(_results(compute, arrays, places))
   # Depending on what is wrong, libraries and compilers raise errors of any type.
@@ -129,3 +153,18 @@ def _problem(trial: Trial) -> tuple[Array, Array, Array, Array, Places]:
   positions = [[p for n in row for p in range(n)] for row in _ROWS]
   query, key, value, weight = map(draw, (trial.heads, trial.kv_heads, trial.kv_heads, trial.heads))
   return query, key, value, weight, Places(padded(ids), padded(positions))
+
+
+def _trees(places: Places) -> Places:
+  """Returns the places of `_problem`'s tokens, with segments that share prefixes (`_PARENTS`)."""
+  ids, positions = np.array(places.segment_ids), np.array(places.positions)
+  seen_until = ids.copy()
+  for row, parents in enumerate(_PARENTS):
+    for segment, (parent, first) in enumerate(parents, 1):
+      positions[row, ids[row] == segment] += first
+      # Every token of the path before the position `first` is seen by this segment, too.
+      while parent:
+        on_path = (ids[row] == parent) & (positions[row] < first)
+        seen_until[row, on_path] = np.maximum(seen_until[row, on_path], segment)
+        parent, first = parents[parent - 1][0], min(first, parents[parent - 1][1])
+  return Places(*map(jnp.asarray, (ids, positions, seen_until)))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.ops.attention import attention, choose
+from jaxrl_llm.ops import fused
+from jaxrl_llm.ops.attention import attention, choose, why_not_shared
 from jaxrl_llm.ops.places import Places, visible
 
 
@@ -123,11 +124,16 @@ EXACT = {
   'masked': functools.partial(attention, implementation='masked'),
   'blockwise': functools.partial(attention, implementation='blockwise', block=8),
 }
+MASKING = {
+  'cudnn': functools.partial(fused.cudnn, library='xla'),
+}
+"""Kernels that take a mask, by the implementation of the same function in plain JAX."""
 KERNELS = {
   'splash': functools.partial(attention, implementation='splash', block=128, interpret=True),
   'pallas_gpu': functools.partial(attention, implementation='pallas_gpu', interpret=True),
 }
 TABLE = [(name, case) for name in EXACT for case in CASES]
+TABLE += [('cudnn', case) for case, given in CASES.items() if given.softcap is None]
 TABLE += [('splash', 'packed'), ('splash', 'window and softcap'), ('pallas_gpu', 'packed')]
 
 
@@ -176,7 +182,8 @@ def test_values_and_gradients_are_those_of_naive_loops(name, case):
   case, exact = CASES[case], name in EXACT
   with jax.enable_x64(exact):
     *inputs, weight = case.draw('float64' if exact else 'float32')
-    function = functools.partial((EXACT | KERNELS)[name], **case.rule)
+    rule = {name: value for name, value in case.rule.items() if value is not None}
+    function = functools.partial((EXACT | MASKING | KERNELS)[name], **rule)
 
     def loss(*inputs):
       out = function(*inputs, *case.places())
@@ -324,6 +331,17 @@ def test_kernels_share_no_prefixes(name):
   case = CASES['prefix of a group']
   with pytest.raises(ValueError, match='does not share prefixes'):
     KERNELS[name](*case.draw('float32')[:3], *case.places())
+
+
+def test_who_shares_prefixes():
+  short, long = dict(time=8192, keys=8192), dict(time=8200, keys=8200)
+  for name in ('masked', 'blockwise'):
+    assert why_not_shared(name, **long) is None
+  for name in ('cudnn', 'tokamax'):
+    assert why_not_shared(name, **short) is None
+    assert 'needs a mask of 8200 × 8200' in why_not_shared(name, **long)
+  for name in KERNELS:
+    assert why_not_shared(name, **short) == f'{name} does not share prefixes'
 
 
 def test_the_gpus_kernel_refuses_what_it_does_not_have():

@@ -6,13 +6,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.models import attention as module
 from jaxrl_llm.models.attention import proven
 from jaxrl_llm.ops.attention import attention, masked
-from jaxrl_llm.ops.self_check import Trial, first_correct, why_wrong
+from jaxrl_llm.ops.places import visible
+from jaxrl_llm.ops.self_check import Trial, _problem, _trees, first_correct, why_wrong
 
 TRIAL = Trial(heads=2, kv_heads=1, head_dim=16, dtype='float32')
 
@@ -112,6 +114,34 @@ def test_correct_implementations_pass(dtype):
   assert why_wrong(by('blockwise', block=128), trial) is None
 
 
+def test_shared_prefixes_are_checked_where_wanted():
+  """Against a real fault: the branches of a tree do not see what they share."""
+
+  def sees_no_prefix(query, key, value, places):
+    apart = places._replace(seen_until=None)
+    return masked(query, key, value, apart, apart)
+
+  assert why_wrong(sees_no_prefix, TRIAL) is None
+  reason = why_wrong(sees_no_prefix, TRIAL, shared=True)
+  assert reason.startswith('with shared prefixes, is wrong: the output differs by')
+  assert why_wrong(by('blockwise', block=128), TRIAL, shared=True) is None
+  chain = {'apart': sees_no_prefix, 'shared': by('blockwise')}
+  assert first_correct(chain, TRIAL).name == 'apart'
+  assert first_correct(chain, TRIAL, shared=('shared',)).name == 'apart'
+  assert first_correct(chain, TRIAL, shared=('apart', 'shared')).name == 'shared'
+
+
+def test_the_trees_of_the_check_are_trees():
+  """By the paths of the third row, written by hand: tokens of segment and position."""
+  places = _trees(_problem(TRIAL)[-1])
+  seen = np.asarray(visible(places, places))[2]
+  ids, positions = np.asarray(places.segment_ids)[2], np.asarray(places.positions)[2]
+  path = {(2, 0), *((3, p) for p in range(1, 17)), *((5, p) for p in range(17, 81))}
+  last = int(np.flatnonzero(ids == 5)[-1])
+  assert {(int(ids[s]), int(positions[s])) for s in np.flatnonzero(seen[last])} == path
+  assert not np.triu(seen, 1).any()
+
+
 @pytest.mark.full
 def test_a_kernel_passes_in_interpreter_mode():
   assert why_wrong(by('pallas_gpu', interpret=True), TRIAL) is None
@@ -155,6 +185,22 @@ def test_without_a_gpu_its_whole_chain_is_rejected_and_plain_jax_remains():
   assert found.reason.startswith('correct on cpu; ') and '\n' not in found.reason
   for name in ('cudnn: fails: ', 'tokamax: tokamax is not installed', 'pallas_gpu: fails: '):
     assert name in found.reason
+
+
+@pytest.mark.parametrize('saved', [0.0, 0.4, 0.6])
+def test_a_kernel_that_shares_no_prefixes_comes_last_where_they_save_much(saved, monkeypatch):
+  """No kernel works here, so that the last one is asked only if blockwise attention is, too."""
+  tried = []
+
+  def noted(candidates, trial, *, shared):
+    tried.extend(candidates)
+    assert bool(shared) == (saved > 0)
+    return first_correct(candidates, trial, shared=shared)
+
+  monkeypatch.setattr(module, 'first_correct', noted)
+  assert proved('auto', saved=saved).implementation == 'blockwise'
+  last = ['blockwise', 'pallas_gpu'] if saved == 0.6 else ['pallas_gpu', 'blockwise']
+  assert tried == ['cudnn', *last]
 
 
 def test_what_cannot_do_the_lengths_or_shards_is_not_tried():

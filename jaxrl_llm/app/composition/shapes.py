@@ -16,7 +16,7 @@ from jaxrl_llm.batching.plan import Shape, plan_shape
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.models.attention import chosen, platform_of
 from jaxrl_llm.models.spec import ModelOptions
-from jaxrl_llm.ops.attention import CHECKED, SHARES_PREFIXES
+from jaxrl_llm.ops.attention import CHECKED, why_not_shared
 from jaxrl_llm.parallel.mesh import SEQUENCE, data_parallel_ranks
 
 
@@ -74,19 +74,18 @@ def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOpti
   chunks = SMALL['chunks_per_rank'] if chunks == AUTO else chunks
   apart = _Chunking(chunks, chunk_length(config, mesh), False)
   unit = stage.source.unit
-  # The rows of a pair are never separated.
-  alike = unit if unit == 2 else -(-_alike(stage, config) // stage.minibatches)
-  if alike == 1 or not config.learner.share_prefixes:
+  alike = _sharing(stage, config)
+  if alike == 1:
     return apart
   chunks, chunk_len = apart[:2]
   if options.attention == AUTO and platform_of(mesh) in CHECKED:
-    # The devices are absent, or a run has not begun. It will use a kernel there.
+    # The devices are absent, or a run has not begun. It may use a kernel there that shares nothing.
     return apart
   choice = chosen(options, mesh, time=chunk_len, keys=chunk_len, same_tokens=True)
-  if choice.implementation not in SHARES_PREFIXES:
+  if why_not := why_not_shared(choice.implementation, time=chunk_len, keys=chunk_len):
     logging.info(
-      'stage %s: shared prefixes are computed once per sequence, since attention is %s (%s)',
-      *(stage.name, choice.implementation, choice.reason),
+      'stage %s: shared prefixes are computed once per sequence, since %s (%s)',
+      *(stage.name, why_not, choice.reason),
     )
     return apart
   # Chunks for masked attention stay short, because its cost grows with the square of their length.
@@ -98,9 +97,31 @@ def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOpti
     # chunk at a time.
     multiple = math.lcm(128 if room // chunks >= 1024 else 8, mesh.shape[SEQUENCE])
     chunk_len = max(chunk_len, room // chunks // multiple * multiple)
-    if chunks * (chunk_len // rollout.max_length) < unit:
+    too_long = why_not_shared(choice.implementation, time=chunk_len, keys=chunk_len)
+    if too_long or chunks * (chunk_len // rollout.max_length) < unit:
       chunks, chunk_len = apart[:2]
   return _Chunking(chunks, chunk_len, True)
+
+
+def saved_by_sharing(config: Config) -> float:
+  """Returns the share of tokens that shared prefixes save, if each prompt and response has its
+  maximum length and each chunk holds whole groups. If stages differ, this is the largest share; 0
+  if no stage shares prefixes.
+  """
+  prompt, longest = config.rollout.max_prompt_length, config.rollout.max_length
+  alike = max((_sharing(stage, config) for stage in config.stages), default=1)
+  return (1 - 1 / alike) * prompt / longest
+
+
+def _sharing(stage: StageConfig, config: Config) -> int:
+  """Returns the maximum number of sequences in a minibatch that may share a prompt within a chunk;
+  1 if prefixes are not shared.
+  """
+  if not config.learner.share_prefixes:
+    return 1
+  # The rows of a pair are never separated.
+  unit = stage.source.unit
+  return unit if unit == 2 else -(-_alike(stage, config) // stage.minibatches)
 
 
 def _alike(stage: StageConfig, config: Config) -> int:
