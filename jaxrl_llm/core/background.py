@@ -101,6 +101,7 @@ async def run_in(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) 
   If the coroutine is cancelled in its loop, this call raises CancelledError.
   """
   if loop is asyncio.get_running_loop():
+    # Wait 'background': bounded: every wait in the coroutine has a deadline.
     return await work
   tasks: list[asyncio.Task[T]] = []
   result: concurrent.futures.Future[T] = concurrent.futures.Future()

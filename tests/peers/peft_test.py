@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from paths import PEERS_PYTHON, ROOT
 
+from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
