@@ -61,6 +61,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
   return (types.NoneType,) if annotation is None else (annotation,)
 
 
+@functools.cache
 def is_json(annotation: Any) -> bool:
   """Returns whether an annotation allows any JSON value.
 

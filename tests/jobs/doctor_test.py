@@ -6,13 +6,12 @@ import os
 import pathlib
 import signal
 import statistics
-import subprocess
-import sys
 
 import faults
 import job
 import psutil
 import pytest
+import warm
 from paths import ROOT
 
 pytestmark = pytest.mark.full
@@ -148,22 +147,14 @@ def test_the_store_and_a_conversion_are_documents_too(tmp_path):
 
 
 def test_an_interrupt_ends_the_doctor_and_all_that_it_started(config, tmp_path):
-  command = [sys.executable, 'launch/train.py', '--doctor', f'--config={config}']
+  command = ['launch/train.py', '--doctor', f'--config={config}']
   command += [
     f'--workdir={tmp_path / "run"}',
     f'--config.compilation_cache={tmp_path / "programs"}',
   ]
   temporary = tmp_path / 'temporary'
   temporary.mkdir()
-  doctor = subprocess.Popen(
-    command,
-    cwd=ROOT,
-    env=job.environment(TMPDIR=str(temporary)),
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    start_new_session=True,
-  )
+  doctor = warm.start(command, cwd=ROOT, env=job.environment(TMPDIR=str(temporary)))
   for line in doctor.stdout:
     if 'scorers' in line:  # The workers run, and the engine compiles.
       break

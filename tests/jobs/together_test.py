@@ -3,13 +3,13 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 from typing import NamedTuple
 
 import job
 import ml_dtypes
 import pytest
+import warm
+from paths import SUPPORT
 from safetensors.numpy import load_file
 from together import DEVICES, LORA, SPEC, adapters_of, described, params_of
 
@@ -41,13 +41,10 @@ def done(tmp_path_factory):
     port = listener.getsockname()[1]
   devices = f'--xla_force_host_platform_device_count={DEVICES}'
   started = [
-    subprocess.Popen(
-      [sys.executable, 'tests/support/together.py', folder, '2', str(number), str(port)],
+    warm.start(
+      [SUPPORT / 'together.py', folder, 2, number, port],
       cwd=job.ROOT,
-      env=job.environment(XLA_FLAGS=devices) | {'PYTHONPATH': str(job.ROOT)},
-      text=True,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
+      env=job.environment(XLA_FLAGS=devices),
     )
     for number in range(2)
   ]

@@ -55,7 +55,7 @@ def dry_run(
   command += [model_flag, *rows_of(*rows), *flags]
   env = job.environment(XLA_FLAGS=xla_flags)
   # The command executes the Python that has the compilers.
-  process = warm.start(command, cwd=job.ROOT, env=env, replaced=True)
+  process = warm.start(command, cwd=job.ROOT, env=env)
   out, err = process.communicate(timeout=900)
   assert process.returncode == expect, err[-3000:]
   return err if expect else out

@@ -3,11 +3,10 @@ running.
 """
 
 import json
-import subprocess
-import sys
 
 import job
 import pytest
+import warm
 
 pytestmark = pytest.mark.full
 
@@ -71,22 +70,11 @@ def run(tmp_path, program, overrides=None):
   flags = dict(flag.removeprefix('--config.').split('=', 1) for flag in job.QUICK[1:])
   (tmp_path / 'program.py').write_text(program)
   overrides = {**flags, 'compilation_cache': str(tmp_path / 'programs'), **(overrides or {})}
-  done = subprocess.run(
-    [
-      sys.executable,
-      tmp_path / 'program.py',
-      'quickstart',
-      tmp_path / 'run',
-      json.dumps(overrides),
-    ],
-    env=job.environment(),
-    cwd=tmp_path,
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert done.returncode == 0, done.stderr
-  return done.stdout.splitlines()
+  arguments = 'quickstart', tmp_path / 'run', json.dumps(overrides)
+  process = warm.start([tmp_path / 'program.py', *arguments], cwd=tmp_path, env=job.environment())
+  out, err = process.communicate(timeout=600)
+  assert process.returncode == 0, err
+  return out.splitlines()
 
 
 def test_a_run_in_a_notebook_is_that_of_the_command_line(tmp_path):
@@ -137,11 +125,10 @@ def test_an_interrupt_ends_a_run_from_a_script_with_a_commit(tmp_path):
   ],
 )
 def test_impossible_settings_are_one_clear_line(tmp_path, variables, program, line):
-  program = (
+  (tmp_path / 'program.py').write_text(
     f"from jaxrl_llm.api import load_config, train\n{program}train(load_config('quickstart'), "
     "'run')"
   )
-  command = [sys.executable, '-c', program]
-  env = {**job.environment(), **variables}
-  done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-  assert f'UserError: {line}' in done.stderr and not (tmp_path / 'run').exists(), done.stderr
+  process = warm.start([tmp_path / 'program.py'], cwd=tmp_path, env=job.environment(**variables))
+  _, err = process.communicate(timeout=300)
+  assert f'UserError: {line}' in err and not (tmp_path / 'run').exists(), err

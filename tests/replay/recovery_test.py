@@ -198,7 +198,7 @@ def base(tmp_path):
 
 @pytest.mark.parametrize(
   'stride',
-  [9, pytest.param(3, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.acceptance)],
+  [9, pytest.param(5, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.acceptance)],
 )
 def test_killed_between_any_two_steps(base, stride):
   assert start_child('everywhere', base, stride).wait(300) == 0

@@ -128,21 +128,19 @@ def start(
   cwd: str | os.PathLike,
   env: Mapping[str, str],
   piped: bool = True,
-  replaced: bool = False,
 ) -> Process:
   """Starts a script in its own session.
 
   Args:
     args: the script and its arguments.
     piped: whether `communicate` reads stdout and stderr. If False, they go to /dev/null.
-    replaced: whether the script only executes another program, which reads `env` anew.
 
   Raises:
     ValueError: a variable of `_FIXED` has another value in `env` than in the forking process.
   """
   server, fixed = _server()
   different = [name for name in _FIXED if env.get(name) != fixed.get(name)]
-  if different and not replaced:
+  if different:
     raise ValueError(
       f'{args}: a fork cannot change {", ".join(different)}; start it with subprocess'
     )
@@ -282,8 +280,6 @@ def _forking(initialise: Callable[..., None], fixed: Mapping[str, str]) -> Calla
       signal.signal(signal.SIGPIPE, signal.SIG_IGN)
       signal.signal(signal.SIGINT, signal.default_int_handler)
       signal.signal(signal.SIGTERM, signal.SIG_DFL)
-      for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)
       _run_to_the_end([*args[1:]], env)
 
     is_script = args[0] == sys.executable and args[1].endswith('.py')
@@ -298,6 +294,8 @@ def _run_to_the_end(args: list[str], env: Mapping[str, str]) -> NoReturn:
   """Runs a script and ends this process as an interpreter ends, except that it does not free all
   modules and objects, which would copy most of the memory that it shares with its parent.
   """
+  for stream in (sys.stdout, sys.stderr):
+    stream.reconfigure(line_buffering=True)
   code, interrupted = 0, False
   try:
     _run(args, env)

@@ -98,10 +98,13 @@ class Graph:
       return set()
     needs = self._needs_of_code(tree, path)
     if path.startswith('tests/'):
-      arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-      # As for usefixtures.
-      strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-      for name in self._fixtures.keys() & (arguments | strings):
+      named = set()
+      for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+          named.add(node.arg)
+        elif isinstance(node, ast.Constant):  # As for usefixtures.
+          named.add(node.value)
+      for name in self._fixtures.keys() & named:
         needs |= self._fixtures[name]
     return needs
 
@@ -188,13 +191,15 @@ class Graph:
 
 def _walk(tree: ast.AST) -> Iterator[ast.AST]:
   """Every node except docstrings and imports for type checkers alone."""
-  for node in ast.iter_child_nodes(tree):
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-      continue
-    if isinstance(node, ast.If) and 'TYPE_CHECKING' in ast.unparse(node.test):
-      continue
-    yield node
-    yield from _walk(node)
+  waiting = [tree]
+  while waiting:
+    for node in ast.iter_child_nodes(waiting.pop()):
+      if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        continue
+      if isinstance(node, ast.If) and 'TYPE_CHECKING' in ast.unparse(node.test):
+        continue
+      yield node
+      waiting.append(node)
 
 
 def _folders(path: str) -> tuple[str, ...]:
