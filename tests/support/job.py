@@ -26,7 +26,7 @@ SMALL = (
   '--config.policy.model={"hidden_size":64,"intermediate_size":96,"num_hidden_layers":2,'
   '"num_attention_heads":2,"num_key_value_heads":1,"head_dim":32}',
   '--config.tasksets.train.size=4000',
-  '--config.tasksets.eval.size=400',
+  '--config.tasksets.eval.size=4000',
   '--config.evaluation.held_out.tasks=24',
   '--config.rollout.embedded.slots=24',
   '--config.checkpoint.every_steps=3',
