@@ -318,6 +318,9 @@ class SigningFront:
         # A thread is used, because parsing a long answer would block the event loop.
         yield await asyncio.to_thread(signed_answer, await response.read())
         return
+      # The fleet then looks at once whether the server is still the process that it has given
+      # weights to. If the answer breaks off, only tokens of such a process are kept.
+      yield empty_part()
       name, rest, size = f'generate-tokens-{asked["request_id"]}', b'', 0
       async for chunk in response.chunks():
         size += len(chunk)
