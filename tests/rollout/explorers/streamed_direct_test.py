@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.explorers.errands import BadDelivery, Errands, RequestCourier
 from jaxrl_llm.rollout.explorers.fetching import Fetcher
 from jaxrl_llm.rollout.explorers.wire import Delivery
-from jaxrl_llm.rollout.vllm import client, direct
+from jaxrl_llm.rollout.vllm import client, direct, ticket_office
 
 FAST = {'stream': 4, 'dispatch': 'uniform', 'max_restarts': 10**6}
 
@@ -78,11 +78,12 @@ def bodies(place, uid='r1/0'):
 
 
 @contextlib.asynccontextmanager
-async def under_way(folder, count=2, stall_at=31, **limits):
+async def under_way(folder, count=2, stall_at=31, config=(), **limits):
   """(fake servers, fleet, hand, request, task of the answer): the first server has sampled
   `stall_at` tokens of an answer, and the explorer has delivered them.
   """
-  async with direct_fleet(folder, count, **FAST) as (made, fleet), Hand(**limits) as hand:
+  config = {**FAST, **dict(config)}
+  async with direct_fleet(folder, count, **config) as (made, fleet), Hand(**limits) as hand:
     made[0].faults.stall_at = stall_at
     hand.work(hand.be_honest())
     asked, asking = hand.asking(fleet)
@@ -129,6 +130,40 @@ def test_an_answer_goes_on_with_a_new_ticket_after_what_has_arrived(tmp_path, fa
       assert body['token_ids'] == [*asked.prompt, *completion.tokens[:29].tolist()]
       assert len(hand.begun) == 2 and len({errand['nonce'] for errand in hand.begun}) == 2
       assert hand.counts == {'direct_delivered': 1}
+
+  run(main)
+
+
+def test_an_answer_of_a_server_that_hangs_goes_on_elsewhere(tmp_path, monkeypatch):
+  """The front is well, and signs that it still waits."""
+  monkeypatch.setattr(direct, 'BEAT_S', 0.05)
+  monkeypatch.setattr(ticket_office, '_LEAST_S', 0.5)
+
+  async def main():
+    config = {'latency_s': 3.0, 'min_tokens_per_s': 10_000.0}
+    async with under_way(tmp_path, config=config) as (made, fleet, hand, asked, asking):
+      (completion,) = await asking
+      made[0].faults.stall_at = None
+      check(asked, completion)
+      assert [segment.end for segment in completion.segments] == [29, LONG]
+      assert fleet.counts['kept_tokens'] == 29 and hand.counts['direct_expired'] == 0
+      await until(lambda: made[0].server._core.running == 0)  # The front has given it up.
+
+  run(main)
+
+
+def test_nothing_is_kept_of_a_server_that_breaks_the_protocol(tmp_path):
+  async def main():
+    async with direct_fleet(tmp_path, 2, **FAST) as (made, fleet), Hand() as hand:
+      made[0].faults.spoil = lambda event: event[:-10] + b'\n\n'
+      hand.work(hand.be_honest())
+      asked, asking = hand.asking(fleet)
+      (completion,) = await asking
+      check(asked, completion)
+      assert [segment.engine for segment in completion.segments] == ['vllm-1']
+      assert fleet.counts['continued'] == 0 and fleet.counts['retries'] == 1
+      assert len(hand.begun) == 2 and hand.counts == {'direct_delivered': 1}
+      made[0].faults.spoil = None
 
   run(main)
 
