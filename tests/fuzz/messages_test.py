@@ -273,7 +273,7 @@ def test_no_altered_delivery_is_accepted(count):
 
   async def deliver(data):
     nonlocal accepted
-    errand = office.errand(
+    errand, _ = office.errand(
       '0' * 32,
       b'body',
       60.0,

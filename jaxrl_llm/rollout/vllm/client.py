@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.signed_answer import SignedPart
 from jaxrl_llm.rollout.vllm.answer import Begun, read_completion, read_parts, read_stream
 from jaxrl_llm.rollout.vllm.publication import Publication
 from jaxrl_llm.rollout.vllm.stream import Arrivals, Broken
-from jaxrl_llm.rollout.vllm.ticket_office import TicketOffice
+from jaxrl_llm.rollout.vllm.ticket_office import SignedParts, TicketOffice
 
 MODEL = 'policy'
 """Name under which servers serve the policy (`--served-model-name`)."""
@@ -251,7 +251,7 @@ class VllmClient:
       front = await self._tickets.front()
     except Refused as error:
       raise Undelivered(str(error)) from None
-    errand = self._tickets.errand(
+    errand, parts = self._tickets.errand(
       front,
       json.dumps(self._body(request, index, seed, stream=stream)).encode(),
       deadline_s,
@@ -261,7 +261,8 @@ class VllmClient:
       is_known=is_known,
       arrived=self._recognise_soon,
     )
-    return await self._unless_closed(self._tickets.completion(request.courier, errand))
+    fetching = self._tickets.completion(request.courier, errand, parts)
+    return await self._unless_closed(fetching, parts)
 
   def _read_parts(
     self, request: Request, adapter: str | None, part: SignedPart, known: int, begun: float
@@ -276,9 +277,14 @@ class VllmClient:
       adapter=adapter,
     )
 
-  async def _unless_closed(self, fetch: Coroutine[Any, Any, Completion]) -> Completion:
-    """Returns the result of a coroutine. Cancels it and raises Lost once this client is closed, for
-    example because the server has left: its host may answer nobody any more.
+  async def _unless_closed(
+    self, fetch: Coroutine[Any, Any, Completion], parts: SignedParts
+  ) -> Completion:
+    """Returns the result of a coroutine. Cancels it and raises Broken once this client is closed,
+    for example because the server has left: its host may answer nobody any more.
+
+    Args:
+      parts: parts of the completion that have been delivered.
     """
     # Wait 'completion': bounded by the errand's deadline, after which this task is cancelled.
     tasks = [asyncio.create_task(fetch), asyncio.create_task(self._closed.wait())]
@@ -286,7 +292,7 @@ class VllmClient:
       # Wait 'completion': bounded by the errand's deadline.
       await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
       if not tasks[0].done():
-        raise Lost(f'{self.name}: the client has been closed')
+        raise await parts.broken('the client has been closed')
       return tasks[0].result()
     finally:
       for task in tasks:

@@ -199,9 +199,9 @@ class TicketOffice:
     read: Read,
     is_known: Callable[[], bool],
     arrived: Callable[[float], None],
-  ) -> Errand:
-    """Returns an errand for a request, with a new ticket. For `read`, `is_known` and `arrived`, see
-    `SignedParts`.
+  ) -> tuple[Errand, SignedParts]:
+    """Returns an errand for a request, with a new ticket, and the errand's `parts`. For `read`,
+    `is_known` and `arrived`, see `SignedParts`.
 
     Args:
       front: number of the front.
@@ -211,21 +211,23 @@ class TicketOffice:
     assert self._key is not None, '`front` has raised an error'
     keys = TicketKeys(self._key)
     ticket = keys.issue(front, body)
-    return Errand(
+    parts = SignedParts(
+      keys.chain(ticket), read=read, is_known=is_known, arrived=arrived, name=self._name
+    )
+    errand = Errand(
       nonce=ticket.nonce,
       address=self._address,
       path=SIGNED_PATH,
       authorization=keys.header(ticket),
       body=body,
       deadline_s=deadline_s,
-      parts=SignedParts(
-        keys.chain(ticket), read=read, is_known=is_known, arrived=arrived, name=self._name
-      ),
+      parts=parts,
     )
+    return errand, parts
 
-  async def completion(self, courier: Courier, errand: Errand) -> Completion:
-    """Returns the completion of an errand. What the courier does not deliver is collected from the
-    front. If this call is cancelled, the ticket is withdrawn.
+  async def completion(self, courier: Courier, errand: Errand, parts: SignedParts) -> Completion:
+    """Returns the completion of an errand with these parts. What the courier does not deliver is
+    collected from the front. If this call is cancelled, the ticket is withdrawn.
 
     Raises:
       Undelivered: the courier has not delivered the completion, and nobody has used the ticket.
@@ -234,7 +236,6 @@ class TicketOffice:
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + errand.deadline_s
-    parts = errand.parts
     try:
       try:
         return await courier.fetch(errand)

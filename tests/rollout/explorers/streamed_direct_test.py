@@ -271,6 +271,19 @@ def test_a_front_that_is_lost_with_its_server_costs_what_was_not_delivered(tmp_p
   run(main)
 
 
+def test_a_server_that_has_left_costs_what_was_not_delivered(tmp_path):
+  """Its host may have vanished, so that nobody hears of its end."""
+
+  async def main():
+    async with under_way(tmp_path) as (_, fleet, _, asked, asking):
+      await fleet.replicas[0].client.close()
+      (completion,) = await asking
+      check(asked, completion)
+      assert [segment.end for segment in completion.segments] == [29, LONG]
+
+  run(main)
+
+
 def test_a_ticket_that_is_not_used_in_time_is_good_no_more(tmp_path):
   """An explorer cannot hoard tickets, to use them all at once."""
 
