@@ -69,7 +69,7 @@ from jaxrl_llm.rollout.explorers.leases import Misbehaved
 from jaxrl_llm.rollout.explorers.wire import Delivery
 from jaxrl_llm.rollout.signed_answer import SignedPart
 from jaxrl_llm.rollout.vllm.publication import digest
-from jaxrl_llm.rollout.vllm.ticket_office import TicketOffice
+from jaxrl_llm.rollout.vllm.ticket_office import SignedParts, TicketOffice
 
 ANSWERED = (200, 400, 401, 403, 404, 405, 408, 409, 410, 411, 413, 414, 415, 417, 422, 431, 505)
 """Statuses that blame the client, and 200."""
@@ -269,25 +269,25 @@ def test_no_altered_delivery_is_accepted(count):
   begin = SignedPart(tokens=tokens, logprobs=np.zeros(3, np.float32)).encode()
   end = dataclasses.replace(SignedPart.decode(begin), finish='stop', spans=[('a', 0, 6)]).encode()
   office = TicketOffice('http://127.0.0.1:1', TOKEN, name='a', call=None, answers=None)
+  how = {
+    'read': lambda part, known, begun: part,
+    'is_known': lambda: True,
+    'arrived': lambda begun: None,
+  }
+  errand, _ = office.errand('0' * 32, b'body', 60.0, **how)
+  ticket = keys.read(errand.authorization.encode())
+  signing = keys.chain(ticket)
+  signed = tuple((signing.sign(part), part) for part in (begin, end))
+  honest = Delivery(ticket.nonce, parts=signed)
   accepted = 0
 
   async def deliver(data):
     nonlocal accepted
-    errand, _ = office.errand(
-      '0' * 32,
-      b'body',
-      60.0,
-      read=lambda part, known, begun: part,
-      is_known=lambda: True,
-      arrived=lambda begun: None,
-    )
-    ticket = keys.read(errand.authorization.encode())
-    chain = keys.chain(ticket)
-    signed = tuple((chain.sign(part), part) for part in (begin, end))
-    honest = Delivery(ticket.nonce, parts=signed)
+    parts = SignedParts(keys.chain(ticket), name='a', **how)
     body = data.draw(encoded(honest._asdict(), msgpack_bytes))
     errands = Errands(collections.Counter())
-    waiting = asyncio.create_task(RequestCourier(errands).fetch(errand))
+    fetching = RequestCourier(errands).fetch(dataclasses.replace(errand, parts=parts))
+    waiting = asyncio.create_task(fetching)
     await asyncio.sleep(0)
     try:
       delivery = read_delivery(parse_msgpack(body))
