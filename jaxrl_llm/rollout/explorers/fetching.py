@@ -16,6 +16,11 @@ _MAX_BYTES = 1 << 28
 """Maximum size in bytes of a refusal, and of a signed part of an answer."""
 _SILENCE_S = 4 * BEAT_S
 """Seconds without data after which a front that sends an answer counts as lost."""
+_EVERY_S = 1.0
+"""Minimum seconds between two deliveries of the same answer, except for the last one. Parts that
+arrive meanwhile are delivered together, because each delivery costs the master's time. If a server
+is lost, the explorer still delivers all parts that it has received.
+"""
 
 Part = tuple[bytes, bytes]
 """(signature of the front, part of the answer)."""
@@ -56,7 +61,6 @@ class Fetcher:
         # Wait 'errand': bounded: a front that is silent for `_SILENCE_S` seconds is lost.
         await news.wait()
         news.clear()
-        # The parts that have arrived during the previous delivery are delivered together.
         new, has_ended = tuple(parts[sent:]), receiving.done()
         problem = receiving.result() if has_ended else ''
         if new or problem:
@@ -66,6 +70,8 @@ class Fetcher:
           sent += len(new)
         if has_ended:
           return
+        # Wait 'errand': bounded by `_EVERY_S`.
+        await asyncio.wait([receiving], timeout=_EVERY_S)
     finally:
       receiving.cancel()
       await asyncio.gather(receiving, return_exceptions=True)

@@ -15,6 +15,7 @@ from serving import ask, request
 
 from jaxrl_llm.core.net.client import Refused
 from jaxrl_llm.rollout.api import Sampling
+from jaxrl_llm.rollout.explorers import fetching
 from jaxrl_llm.rollout.explorers.errands import BadDelivery, Errands, RequestCourier
 from jaxrl_llm.rollout.explorers.fetching import Fetcher
 from jaxrl_llm.rollout.explorers.wire import Delivery
@@ -27,6 +28,7 @@ FAST = {'stream': 4, 'dispatch': 'uniform', 'max_restarts': 10**6}
 def backend(monkeypatch):
   monkeypatch.setattr(fleets, 'Marked', Greedy)
   monkeypatch.setattr(client, '_LOOK_S', 0.0)
+  monkeypatch.setattr(fetching, '_EVERY_S', 0.0)
 
 
 class Hand:
@@ -109,6 +111,26 @@ def test_an_answer_in_parts_is_that_of_one_part(tmp_path):
     with pytest.raises(Refused, match='has been used'):
       async for part in hand.fetcher.received(errand):
         yield part
+
+  run(main)
+
+
+def test_parts_that_arrive_together_are_delivered_together(tmp_path, monkeypatch):
+  monkeypatch.setattr(fetching, '_EVERY_S', 1000.0)
+
+  async def main():
+    async with direct_fleet(tmp_path, **FAST) as (_, fleet), Hand() as hand:
+      asked, asking = hand.asking(fleet)
+      errand, deliveries, parts = await hand.errand(), [], []
+
+      async def deliver(delivery):
+        deliveries.append(delivery)
+        return await hand.errands.deliver(delivery)
+
+      await hand.fetcher.fetch(errand, parts, deliver)
+      check(asked, (await asking)[0])
+      assert 1 <= len(deliveries) <= 2 < len(parts), 'the first one, and the rest at the end'
+      assert [part for delivery in deliveries for part in delivery.parts] == parts
 
   run(main)
 
