@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
 
 import job
 import numpy as np
+import object_store
 import programs
 import psutil
 import pytest
@@ -19,6 +21,7 @@ from paths import SUPPORT
 
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.browse import open_copy
+from jaxrl_llm.runtime.archive import Archive, ArchiveConfig
 
 pytestmark = pytest.mark.full
 
@@ -101,27 +104,54 @@ def test_two_processes_measure_what_one_does(two_processes):
     assert found == pytest.approx(wanted, rel=tolerance), key
 
 
-@pytest.mark.parametrize(
-  'kills',
-  [((0, 16),), pytest.param(((0, 15), (1, 18)), marks=pytest.mark.acceptance)],
-  ids=['process 0', 'each'],
-)
-def test_either_killed_the_job_ends_names_it_and_resumes_bit_for_bit(
-  two_processes, tmp_path, kills
-):
+def killed(run, count, *flags, rank, environ=None, ready=lambda: True):
+  """Starts a job of two processes, kills one after `count` rows, once `ready` returns True, and
+  checks that the job ends and names it. Returns what the job printed.
+  """
+  process = job.start(run, *flags, config=job.PPO_OF_TWO, processes=2, environ=environ)
+  job.wait_for_rows(run, count, process)
+  while not ready():
+    assert process.poll() is None, 'ended before it was killed'
+    time.sleep(0.02)
+  # The supervisor starts them in the order of their numbers.
+  trainers = sorted(child.pid for child in psutil.Process(process.pid).children())
+  os.kill(trainers[rank], signal.SIGKILL)
+  started = time.monotonic()
+  out, err = process.communicate(timeout=60)
+  assert time.monotonic() - started < 45, 'the stated time is 30 s, and some to start and read'
+  assert process.returncode == 128 + signal.SIGKILL
+  assert re.search(rf'process {rank}.*SIGKILL', out + err), out + err
+  return out
+
+
+@pytest.mark.acceptance
+def test_either_killed_the_job_ends_names_it_and_resumes_bit_for_bit(two_processes, tmp_path):
   run = tmp_path / 'run'
-  for rank, count in kills:
-    process = job.start(run, config=job.PPO_OF_TWO, processes=2)
-    job.wait_for_rows(run, count, process)
-    # The supervisor starts them in the order of their numbers.
-    trainers = sorted(child.pid for child in psutil.Process(process.pid).children())
-    os.kill(trainers[rank], signal.SIGKILL)
-    started = time.monotonic()
-    out, err = process.communicate(timeout=60)
-    assert ('memory plan remat none' in out) == (count == kills[0][1]), 'planned only at the start'
-    assert time.monotonic() - started < 45, 'the stated time is 30 s, and some to start and read'
-    assert process.returncode == 128 + signal.SIGKILL
-    assert re.search(rf'process {rank}.*SIGKILL', out + err), out + err
+  for rank, count in enumerate((15, 18)):
+    out = killed(run, count, rank=rank)
+    assert ('memory plan remat none' in out) == (rank == 0), 'planned only at the start'
   resumed = job.train(run, config=job.PPO_OF_TWO, processes=2)
   assert 'memory plan' not in resumed.stdout
   job.assert_equal_runs(run, two_processes)
+
+
+def test_a_job_whose_process_0_is_killed_ends_and_resumes_on_fresh_hosts_from_an_object_store(
+  two_processes, tmp_path, monkeypatch
+):
+  """The archive has what both processes wrote, but only process 0 uses it."""
+  for name, value in object_store.serve().items():
+    monkeypatch.setenv(name, value)
+  environ = job.environment(**object_store.serve())
+  config = ArchiveConfig(location='s3://bucket/runs/two')
+  archive, flag = Archive(config), f'--config.archive.location={config.location}'
+  first, second = tmp_path / 'first', tmp_path / 'second'
+  out = killed(first, 16, flag, rank=0, environ=environ, ready=archive.steps)
+  assert 'memory plan remat none' in out
+  shutil.rmtree(first)
+  archived = archive.steps()
+  resumed = job.train(second, flag, config=job.PPO_OF_TWO, processes=2, environ=environ)
+  assert f'fetched the commit at step {archived[-1]}' in ' '.join(resumed.stdout.split())
+  assert 'memory plan' not in resumed.stdout
+  job.assert_equal_runs(second, two_processes)
+  assert audit(second / 'replay').ok
+  assert archive.steps() == job.commits(second)
