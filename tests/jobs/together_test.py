@@ -48,7 +48,7 @@ def done(tmp_path_factory):
     )
     for number in range(2)
   ]
-  ended = [process.communicate(timeout=300) for process in started]
+  ended = [process.communicate(timeout=600) for process in started]
   lines = [
     {
       line['name']: line

@@ -136,17 +136,19 @@ async def main(folder, number):
   model = build_model(SPEC, ModelOptions(scan_layers=True), mesh)
   params = place_params(model, mesh, stack_layers(params_of(0)))
 
+  # Their programs are compiled once for all publications and exports.
+  publishing, exporting = Gatherer(mesh, dtype='bfloat16'), Gatherer(mesh)
+
   async def publish(name, folder, options=WHOLE, *, on_devices=False):
     engine = None if number else Folder(folder(), device)
-    gatherer = Gatherer(mesh, dtype='bfloat16')
     model = build_model(SPEC, options, mesh)
     publisher = Publisher(
       engine,
-      gatherer,
+      publishing,
       device,
       coordinator=coordinator,
       writer=VllmShareWriter(SPEC),
-      image=DeviceImage(gatherer) if on_devices else None,
+      image=DeviceImage(publishing) if on_devices else None,
       changing=lambda params: lora.split(params, SPEC, options)[0],
     )
     for step in range(2 if options.lora is not None else 4):
@@ -163,7 +165,7 @@ async def main(folder, number):
     directory = directory or folder / name
     model = ModelExport(
       directory=directory,
-      gatherer=gatherer or Gatherer(mesh),
+      gatherer=gatherer or exporting,
       params=params,
       spec=SPEC,
       dtype='bfloat16',
@@ -200,7 +202,7 @@ async def main(folder, number):
     write = functools.partial(export_adapter, folder / name, spec=SPEC, lora=LORA, base='org/base')
     line = {}
     try:
-      await export_alone(process, Gatherer(mesh), trained, write)
+      await export_alone(process, exporting, trained, write)
     except RunError as error:
       line = {'error': str(error)}
     print(json.dumps({'name': name, **line}), flush=True)
