@@ -5,8 +5,9 @@
 Per dtype, gigabytes of parameters per second (medians): a memcpy into existing memory, NumPy's own
 cast and write of the same tensors to the same folder, and `PublicationFolder.write` (cast, digest,
 write, rename). --changed also publishes versions as deltas, of which each changes this share of the
-elements. --server starts one real vLLM server and loads each publication into it: how long it was
-paused, and how much of that was loading.
+elements; then it compares versions on the hosts and on the devices: CPU seconds of this process,
+and megabytes that leave the devices. --server starts one real vLLM server and loads each
+publication into it: how long it was paused, and how much of that was loading.
 """
 
 import asyncio
@@ -20,11 +21,15 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from jaxrl_llm.core.trees import flatten
+from jaxrl_llm.core.trees import flatten, unflatten
 from jaxrl_llm.core.types import Version
+from jaxrl_llm.learner.state import place_params
 from jaxrl_llm.models.api import build_model
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
+from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
+from jaxrl_llm.rollout.device_image import DeviceImage
+from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder
@@ -32,6 +37,7 @@ from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import OwnedServer, VllmConfig, server_commands
 from jaxrl_llm.weights.hf import write_config
 from jaxrl_llm.weights.layout import dtype_of
+from jaxrl_llm.weights.shares import parameters_of
 
 _MEGABYTES = flags.DEFINE_integer('megabytes', 400, 'Of float32 parameters, about.')
 _ROUNDS = flags.DEFINE_integer(
@@ -118,6 +124,7 @@ def measure(
   folder.close()
   if _CHANGED.value is not None:
     measure_deltas(dtype, leaves, spec, root, publish)
+    measure_compared(dtype, leaves, spec, root)
 
 
 def report_pauses(seconds: dict[str, list[float]]) -> None:
@@ -155,6 +162,61 @@ def measure_deltas(
   if publish is not None:
     report_pauses(seconds)
   folder.close()
+
+
+def measure_compared(
+  dtype: str, leaves: dict[str, np.ndarray], spec: ModelSpec, root: pathlib.Path
+) -> None:
+  """Compares versions on the hosts and on the devices, one after the other in each round."""
+  mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+  model = build_model(spec, ModelOptions(), mesh)
+  gatherer, rng = Gatherer(mesh, dtype=dtype), np.random.default_rng(0)
+  image, names = DeviceImage(gatherer), [parameters_of(spec, 0, 1)]
+  folders = {
+    name: DeltaFolder(root / name, spec, dtype=dtype, full_every=_ROUNDS.value + _WARM_UP)
+    for name in ('hosts', 'devices')
+  }
+  seconds, copied = {name: [] for name in folders}, {name: [] for name in folders}
+  for step in range(_ROUNDS.value):
+    for leaf in leaves.values():
+      flat = leaf.reshape(-1)
+      flat[rng.random(flat.size, np.float32) < _CHANGED.value] *= -1
+    params, version = place_params(model, mesh, unflatten(leaves)), Version(2, step)
+
+    def on_hosts(params=params, version=version):
+      nbytes = 0
+
+      def counted():
+        nonlocal nbytes
+        for name, array in gatherer.leaves(params):
+          nbytes += array.nbytes
+          yield name, array
+
+      return folders['hosts'].write(version, counted()), nbytes
+
+    def on_devices(params=params, version=version):
+      folder, order = folders['devices'], folders['devices'].begin_shares()
+      compared = image.share(params, names, 0, before=order.image.before, token=order.token)
+      report = folder.write_share(order, 1, compared)
+      decision = folder.decide([report])
+      digests = [folder.write_decided(decision)]
+      return folder.complete_decided(version, [report], decision, digests), image.copied_bytes
+
+    labels = set()
+    for name, publish in (('hosts', on_hosts), ('devices', on_devices)):
+      before = time.process_time()
+      publication, nbytes = publish()
+      seconds[name].append(time.process_time() - before)
+      copied[name].append(nbytes)
+      labels.add(publication.label)
+      folders[name].keep_only(publication)
+    assert len(labels) == 1, 'both describe the same bits'
+  for name, folder in folders.items():
+    print(
+      f'{dtype}, compared on {name}: {statistics.median(seconds[name][_WARM_UP:]):.2f} CPU s, '
+      f'{statistics.median(copied[name][_WARM_UP:]) / 1e6:.2f} MB leave the devices'
+    )
+    folder.close()
 
 
 class Loading:

@@ -7,9 +7,10 @@ devices.
 One line for each kind of array: megabytes per device of its shard of the whole stack (argument), of
 the part that is gathered, and of temporaries; both as a share of a layer's largest matrix in
 bfloat16; and the collectives. Parameters are float32, sharded over all devices. First come the
-programs with which every device gathers all parts, because process 0 writes alone, and then those
-with which each process gets the parts of its share. Each kind ends with what a device receives in a
-whole publication.
+programs with which every device gathers all parts, because process 0 writes alone, then those with
+which each process gets the parts of its share. With --changed, the last are those with which the
+devices compare a version with the one before, of which this share of the elements changes. Each
+kind ends with what a device receives in a whole publication.
 """
 
 import sys
@@ -25,6 +26,7 @@ from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.collectives import traffic
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.parallel.topology import topology_devices
+from jaxrl_llm.rollout.device_image import DeviceImage
 from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.weights.shares import parameters_of
 
@@ -38,6 +40,8 @@ SIZES = {
 _TOPOLOGY = flags.DEFINE_string('topology', 'v5e:4x8', 'Devices, as of `jaxrl train --topology`.')
 _SIZE = flags.DEFINE_enum('size', '7b', list(SIZES), 'Model.')
 _TENSOR = flags.DEFINE_integer('tensor', 1, 'Size of the axis tensor; fsdp takes the rest.')
+
+_CHANGED = flags.DEFINE_float('changed', None, 'Share of the elements that a version changes.')
 
 
 def main(argv: list[str]) -> None:
@@ -65,10 +69,14 @@ def main(argv: list[str]) -> None:
   gatherer = Gatherer(mesh, dtype='bfloat16', several=True)
   count = 1 + max(device.process_index for device in devices)
   shares = [parameters_of(spec, number, count) for number in range(count)]
-  for kind, programs in (
-    ('gathered', gatherer.counted_programs(params)),
-    (f'exchanged among {count} processes', gatherer.counted_programs(params, shares)),
-  ):
+  kinds = {
+    'gathered': gatherer.counted_programs(params),
+    f'exchanged among {count} processes': gatherer.counted_programs(params, shares),
+  }
+  if _CHANGED.value is not None:
+    programs = DeviceImage(gatherer).counted_programs(params, shares, _CHANGED.value)
+    kinds[f'compared, and exchanged among {count} processes'] = programs
+  for kind, programs in kinds.items():
     received, calls_of_all = 0, 0
     for name, (lowered, calls) in programs.items():
       compiled = lowered.compile()

@@ -8,6 +8,7 @@ equals it, whatever the compiler does with the arithmetic of another program.
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,6 +39,8 @@ _FEWEST = 64
 """Smallest number of changes of a shard for which room is made in a transfer. Larger numbers are
 rounded up to this one times a power of two, so that few programs are compiled.
 """
+_ROW = 128
+"""Number of elements of a row that a TPU computes at a time."""
 _WORD = 32
 """Number of elements whose flags are in one word."""
 
@@ -48,8 +51,8 @@ class _Compared(NamedTuple):
   counts: Int[jax.Array, 'shards']
   """Number of changed elements in each shard. Every device holds all counts."""
   positions: UInt32[jax.Array, 'shards capacity']
-  """Increasing positions of changed elements within the flat shard. Elements after the number of
-  changes have no meaning.
+  """Positions of changed elements within the flat shard, in no particular order. Elements after the
+  number of changes have no meaning.
   """
   bits: Shaped[jax.Array, 'shards capacity']
   """New bits of the changed elements, as unsigned integers."""
@@ -70,6 +73,8 @@ class DeviceImage:
     """Bits of each array as unsigned integers, keyed by name in the tree of the parameters."""
     self._homes: list[Sharding] = []
     """Shardings on the devices of the arrays in `_bits`."""
+    self.copied_bytes = 0
+    """Bytes that `share` has copied from the devices to this host for the newest version."""
     self.holds: str | None = None
     """Token of the version in the image; None if the image contains no complete version."""
     self._comparing = functools.cache(self._build_comparing)
@@ -100,7 +105,7 @@ class DeviceImage:
     compares = before is not None and before == self.holds
     compares = compares and all(shapes.get(name) == x.shape for name, x in self._bits.items())
     # If an error or the caller ends this method, the image contains no complete version.
-    self.holds = None
+    self.holds, self.copied_bytes = None, 0
     dtypes: dict[str, np.dtype] = {}
     """Data type of each parameter to yield whole, keyed by its name in the unrolled tree."""
     if compares:
@@ -118,11 +123,49 @@ class DeviceImage:
             self._compare(tensor, cut)
             dtypes[tensor.name] = cut.dtype
     for name, bits in self._arrays(dtypes, shares, number):
+      self.copied_bytes += bits.nbytes
       yield name, bits.view(dtypes[name])
     self._homes = memory.shardings_of(self._bits)
     if self._offload:
       self._bits = memory.to_host(self._bits)
     self.holds = token
+
+  def counted_programs(
+    self, params: Params, shares: Sequence[Collection[str]], changed: float
+  ) -> dict[str, tuple[jax.stages.Lowered, int]]:
+    """Returns the device programs of a version that is compared with the one before, with the
+    number of calls of each. Each program is keyed by what it does and one of the parameters that it
+    processes.
+
+    Args:
+      params: parameters, or their shapes with shardings.
+      shares: names in the unrolled tree of the parameters of each process's share.
+      changed: share of the elements that change in each shard.
+    """
+    mesh, programs = self._gatherer.mesh, {}
+    calls: collections.Counter[tuple[str, Cut]] = collections.Counter()
+    for tensors, cut in self._gatherer.rounds(params, shares):
+      first = next(tensor for tensor in tensors if tensor is not None)
+      calls['compare', cut] += sum(tensor is not None for tensor in tensors)
+      calls['send', cut] += 1
+      if ('send', cut) in programs:
+        continue
+      shards, room = math.prod(self._shards(cut)), self._capacity(cut)
+      placed = None if cut.spec is None else NamedSharding(mesh, _over(self._axes(cut)))
+      found = [
+        jax.ShapeDtypeStruct((shards, room), dtype, sharding=placed)
+        for dtype in (np.uint32, _unsigned(cut))
+      ]
+      (leaf, *_), layer = first.inputs, jax.ShapeDtypeStruct((), np.int32)
+      before = leaf.update(dtype=_unsigned(cut), sharding=self._sharding(cut) or leaf.sharding)
+      size = _rounded(math.ceil(changed * math.prod(cut.shape) / shards), room)
+      programs['compare', cut] = first, self._comparing(cut).lower(first.inputs, before, layer)
+      sending = self._sending(self._axes(cut), size)
+      programs['send', cut] = first, sending.lower([found] * len(tensors))
+    return {
+      f'{does} {first.name}': (lowered, calls[does, cut])
+      for (does, cut), (first, lowered) in programs.items()
+    }
 
   def _arrays(
     self, names: Collection[str], shares: Sequence[Collection[str]], number: int
@@ -159,7 +202,7 @@ class DeviceImage:
         room = self._capacity(cut)
         fits = [count is not None and count.max() <= room for count in counts]
         most = max([0, *(int(c.max()) for c, fit in zip(counts, fits, strict=True) if fit)])
-        size = min(room, _FEWEST * 2 ** max(0, math.ceil(math.log2(most / _FEWEST)))) if most else 0
+        size = _rounded(most, room)
         array = None
         if size:
           filling = found[fits.index(True)]
@@ -170,11 +213,13 @@ class DeviceImage:
         yield tensors, cut, counts, fits, size, array
 
     for tensors, cut, counts, fits, size, array in ahead(sent()):
+      self.copied_bytes += sum(count.nbytes for count in counts if count is not None)
       for tensor, count, fit in zip(tensors, counts, fits, strict=True):
         if count is not None and not fit:
           yield tensor.name, cut, None
       if tensors[number] is not None and fits[number]:
-        rows = None if array is None else self._received(array, number, len(tensors))
+        rows = None if array is None else self._received(array, number)
+        self.copied_bytes += 0 if rows is None else rows.nbytes
         yield tensors[number].name, cut, self._joined(cut, counts[number], size, rows)
 
   def _compare(self, tensor: Part, cut: Cut) -> _Compared:
@@ -230,7 +275,7 @@ class DeviceImage:
       return counts[None], positions[None], bits[None]
 
     if cut.spec is not None:
-      of_shards = PartitionSpec(axes or None)
+      of_shards = _over(axes)
       compare = jax.shard_map(
         compare, mesh=mesh, in_specs=(cut.spec, cut.spec), out_specs=of_shards, check_vma=False
       )
@@ -279,10 +324,10 @@ class DeviceImage:
       return jax.jit(alone, out_shardings=replicated(gatherer.mesh))
     return jax.jit(exchanged, out_shardings=gatherer.exchange.sharding([axes]))
 
-  def _received(self, array: jax.Array, number: int, count: int) -> np.ndarray:
-    """Returns the packed changes of the array of process `number` of `count`: one row for each
-    shard. A row has the positions and then the bits; positions in front of 16-bit elements are
-    divided into their lower and their upper halves.
+  def _received(self, array: jax.Array, number: int) -> np.ndarray:
+    """Returns the packed changes of the array of process `number`: one row for each shard. A
+    row has the positions and then the bits; positions in front of 16-bit elements are divided into
+    their lower and their upper halves.
     """
     exchange = self._gatherer.exchange
     if not self._gatherer.is_several or exchange is None:
@@ -317,8 +362,6 @@ class DeviceImage:
       positions.append(local)
       bits.append(rows[shard, halves * size :][:count])
     joined = Changes(np.concatenate(positions), np.concatenate(bits))
-    if math.prod(shards[1:]) == 1:
-      return joined
     order = np.argsort(joined.positions)
     return Changes(joined.positions[order], joined.bits[order])
 
@@ -326,27 +369,50 @@ class DeviceImage:
 def changed_elements(
   new: Shaped[jax.Array, 'elements'], old: Shaped[jax.Array, 'elements'], capacity: int
 ) -> tuple[Int[jax.Array, ''], UInt32[jax.Array, '{capacity}'], Shaped[jax.Array, '{capacity}']]:
-  """Compares two arrays of integers. Returns the number of different elements and, of the first
-  `capacity` of them, the increasing positions and the elements of `new`. If there are fewer, the
-  remaining positions and elements have no meaning.
+  """Compares two arrays of integers. Returns the number of different elements and, of at most
+  `capacity` of them, the positions and the elements of `new`, in no particular order. If there are
+  fewer, the remaining positions and elements have no meaning.
 
   Instead of sorting, the flags of 32 elements are packed into a word. The words are counted, and
-  each output looks up its word and its bit.
+  each output looks up its word and its bit. The elements of a word are `_ROW` apart, so that the
+  devices need no array with rows of 32 elements, which a TPU would pad.
   """
-  words = -(-new.size // _WORD)
-  flags = jnp.pad(new != old, (0, words * _WORD - new.size)).reshape(words, _WORD)
-  packed = jnp.sum(flags.astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32), axis=1)
-  packed = packed.astype(jnp.uint32)
+  flags = jnp.pad(new != old, (0, -new.size % (_WORD * _ROW))).reshape(-1, _WORD, _ROW)
+  bits = jnp.arange(_WORD, dtype=jnp.uint32)[:, None]
+  packed = jnp.sum(flags.astype(jnp.uint32) << bits, axis=1, dtype=jnp.uint32).reshape(-1)
   ones = jax.lax.population_count(packed).astype(jnp.int32)
-  ends = jnp.cumsum(ones)
+  ends = _running(jnp.add, ones)
   starts = ends - ones
   # Each word with flags enters its index where its first output is; the later ones inherit it.
   slots = jnp.where(ones > 0, starts, capacity)
-  word = jnp.zeros(capacity, jnp.int32).at[slots].set(jnp.arange(words), mode='drop')
-  word = jax.lax.cummax(word)
+  word = jnp.zeros(capacity, jnp.int32).at[slots].set(jnp.arange(packed.size), mode='drop')
+  word = _running(jnp.maximum, word)
   rank = jnp.arange(capacity) - starts[word]
-  positions = word * _WORD + _bit_of_rank(packed[word], rank)
+  bit = _bit_of_rank(packed[word], rank)
+  positions = (word // _ROW * _WORD + bit) * _ROW + word % _ROW
   return ends[-1], positions.astype(jnp.uint32), new[jnp.minimum(positions, new.size - 1)]
+
+
+def _running(
+  combine: Callable[[jax.Array, jax.Array], jax.Array], x: Int[jax.Array, 'n']
+) -> Int[jax.Array, 'n']:
+  """Returns the running sum or maximum of integers of at least 0.
+
+  Rows of the array are scanned by doubling the distance of the elements to combine, and then the
+  rows' totals. A TPU's compiler takes minutes for `jax.lax.cumsum` of a long array.
+
+  Args:
+    combine: `jnp.add` or `jnp.maximum`.
+  """
+  rows = jnp.pad(x, (0, -x.size % _ROW)).reshape(-1, _ROW)
+  distance = 1
+  while distance < _ROW:
+    rows = combine(rows, jnp.pad(rows[:, :-distance], ((0, 0), (distance, 0))))
+    distance *= 2
+  if len(rows) > 1:
+    totals = _running(combine, rows[:, -1])
+    rows = combine(rows, jnp.pad(totals[:-1], (1, 0))[:, None])
+  return rows.reshape(-1)[: x.size]
 
 
 def _bit_of_rank(words: UInt32[jax.Array, 'n'], rank: Int[jax.Array, 'n']) -> Int[jax.Array, 'n']:
@@ -360,6 +426,18 @@ def _bit_of_rank(words: UInt32[jax.Array, 'n'], rank: Int[jax.Array, 'n']) -> In
     words = jnp.where(is_above, words >> width, low)
     index += jnp.where(is_above, width, 0)
   return index
+
+
+def _rounded(count: int, room: int) -> int:
+  """Returns the number of changes for which a transfer makes room, which is at least `count`. Both
+  are at most `room`.
+  """
+  return min(room, _FEWEST * 2 ** max(0, math.ceil(math.log2(count / _FEWEST)))) if count else 0
+
+
+def _over(axes: tuple[str, ...]) -> PartitionSpec:
+  """Returns the sharding of the first axis of an array over mesh axes."""
+  return PartitionSpec(axes or None)
 
 
 def _unsigned(cut: Cut) -> np.dtype:

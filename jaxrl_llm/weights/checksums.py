@@ -33,7 +33,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Shaped, UInt64
+from jaxtyping import Int, Shaped, UInt64
 
 
 class Slice(NamedTuple):
@@ -55,7 +55,12 @@ def odd_factors(start: int, count: int) -> UInt64[np.ndarray, '{count}']:
   """Returns the `count` factors odd(start), odd(start + 1), …, as the module's docstring defines
   them.
   """
-  z = (np.arange(count, dtype=np.uint64) + np.uint64(start + 1)) * _GAMMA
+  return _odd(np.arange(count, dtype=np.uint64) + np.uint64(start))
+
+
+def _odd(indices: UInt64[np.ndarray, 'count']) -> UInt64[np.ndarray, 'count']:
+  """Returns the factors odd(n) of the given indices n."""
+  z = (indices + np.uint64(1)) * _GAMMA
   z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
   return (z ^ (z >> np.uint64(31))) | np.uint64(1)
@@ -98,6 +103,14 @@ def line_sums(block: Shaped[np.ndarray, '*lines columns'], start: int = 0) -> np
   return sums
 
 
+def _words(elements: Shaped[np.ndarray, 'count']) -> UInt64[np.ndarray, 'count']:
+  """Returns the words of elements of at most four bytes each."""
+  words = elements.view(np.dtype(f'u{elements.dtype.itemsize}'))
+  if words.dtype.itemsize == 4:
+    words = words ^ (words >> np.uint32(16))
+  return words.astype(np.uint64)
+
+
 def as_matrix(array: Shaped[np.ndarray, '...']) -> Shaped[np.ndarray, '*lines columns']:
   """Returns the array with the columns of the tensor as its last axis. An array with at most one
   axis becomes a single column.
@@ -135,6 +148,39 @@ class RunningChecksum:
         part, sums = factors[index], of_lines[index]
       total = int(np.dot(part.reshape(-1), sums.reshape(-1)))
       self._sums[cut] = (self._sums[cut] + total) % (1 << 64)
+
+  def replace(
+    self,
+    shape: tuple[int, ...],
+    positions: Int[np.ndarray, 'count'],
+    old: Shaped[np.ndarray, 'count'],
+    new: Shaped[np.ndarray, 'count'],
+  ) -> None:
+    """Replaces elements of a tensor that has been added whole.
+
+    Args:
+      shape: shape of the tensor.
+      positions: positions of the elements in C order.
+      old: former elements, of at most four bytes each.
+      new: the elements that replace them.
+    """
+    shape = shape or (1,)
+    index = np.unravel_index(positions, shape)
+    columns = shape[-1] if len(shape) > 1 else 1
+    lines, columns = np.divmod(np.asarray(positions, np.uint64), np.uint64(columns))
+    terms = _words(new) - _words(old)  # Modulo 2^64, as everything here.
+    terms *= _odd(lines) * _odd(columns + np.uint64(_COLUMNS))
+    for cut in self._sums:
+      part = terms
+      if cut is not None:
+        at = index[cut.axis]
+        part = terms[(at >= cut.start) & (at < cut.start + cut.length)]
+      total = int(part.sum(dtype=np.uint64))
+      self._sums[cut] = (self._sums[cut] + total) % (1 << 64)
+
+  def covers(self, slices: Collection[Slice]) -> bool:
+    """Returns whether the checksums of the given slices are computed."""
+    return all(cut in self._sums for cut in slices)
 
   def values(self) -> dict[Slice | None, str]:
     """Returns the checksums of the rows added so far, as 16 hexadecimal digits, keyed by slice. The

@@ -139,20 +139,18 @@ class Image:
     self._patched: set[str] = set()
     """Names of the tensors whose next version is already in the image."""
 
-  def patch(self, name: str, changes: Changes) -> Integer[np.ndarray, 'elements']:
+  def bits(self, name: str) -> Integer[np.ndarray, 'elements']:
+    """Returns a view of the bits of a tensor's elements in the image."""
+    start = self._layout.offsets[name]
+    return self.bytes[start : start + self._layout.sizes[name]].view(self._dtype)
+
+  def patch(self, name: str, changes: Changes) -> None:
     """Takes the next version of a tensor by its changes. The image must contain the version before,
     and the changes must be all that differs from it. `put` ignores the tensor from then on.
-
-    Returns:
-      the bits of the tensor's elements in the image.
     """
-    start = self._layout.offsets[name]
-    nbytes = self._layout.sizes[name]
-    bits = self.bytes[start : start + nbytes].view(self._dtype)
-    bits[changes.positions] = changes.bits.view(self._dtype)
+    self.bits(name)[changes.positions] = changes.bits.view(self._dtype)
     self._patched.add(name)
     self._collect(name, changes.positions, changes.bits.view(self._dtype))
-    return bits
 
   def put(self, name: str, block: UInt8[np.ndarray, 'bytes'], offset: int) -> None:
     if name in self._patched:

@@ -105,12 +105,14 @@ class _Tensor:
   """Running digest of each requested slice."""
   checksum: RunningChecksum | None = None
   """Running checksum of the tensor and the same slices; None if no checksums are computed."""
+  is_summed: bool = False
+  """Whether `checksum` already contains the whole tensor."""
   written: Future[None] | None = None
   """Completes when all parts of the tensor added so far are written."""
 
   def digest(self, rows: Shaped[np.ndarray, 'rows *rest'], first: int) -> None:
     """Adds rows of the tensor to the digests. `first` is the index of the first of these rows."""
-    if self.checksum is not None:
+    if self.checksum is not None and not self.is_summed:
       self.checksum.add(rows, first)
     self.hasher.update(memoryview(rows.reshape(-1).view(np.uint8)))
     for (axis, start, length), hasher in self.slices.items():
@@ -189,6 +191,18 @@ class TensorWriter:
     self._waiting.append((nbytes, tensor.written))
     self._in_flight += nbytes
 
+  def use_checksum(self, name: str, checksum: RunningChecksum) -> None:
+    """Sets the checksum of a tensor that is added afterwards, so that it is not computed again."""
+    self._tensors[name].checksum, self._tensors[name].is_summed = checksum, True
+
+  def running_checksums(self) -> dict[str, RunningChecksum]:
+    """Returns the running checksum of each tensor, keyed by tensor name. They are complete after
+    `finish`.
+    """
+    return {
+      name: tensor.checksum for name, tensor in self._tensors.items() if tensor.checksum is not None
+    }
+
   def _await(self, most: int) -> None:
     """Waits until at most `most` bytes are in flight. Raises the error of a failed write."""
     while self._waiting and self._in_flight > max(most, 0):
@@ -243,9 +257,9 @@ class TensorWriter:
     and slice. The key None stands for the whole tensor. Call this method after `finish`.
     """
     return {
-      name: tensor.checksum.values()
-      for name, tensor in self._tensors.items()
-      if tensor.checksum is not None
+      name: {cut: values[cut] for cut in (None, *self._slices.get(name, ()))}
+      for name, running in self.running_checksums().items()
+      for values in [running.values()]
     }
 
   def __enter__(self) -> TensorWriter:

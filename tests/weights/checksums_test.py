@@ -104,3 +104,22 @@ def test_swapped_moved_and_single_flipped_elements_change_the_checksum(dtype):
     signs[row, [4, 5]] = signs[row, [5, 4]]
     assert whole(signs) != before
   assert whole(array.T.copy()) != before
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+@pytest.mark.parametrize('shape', [(7, 5, 6), (9, 4), (11,), ()])
+def test_replaced_elements_change_checksums_as_if_all_were_added_again(dtype, shape):
+  random = np.random.default_rng(0)
+  before = np.asarray(
+    random.standard_normal(shape), ml_dtypes.bfloat16 if dtype == 'bfloat16' else dtype
+  )
+  positions = np.flatnonzero(random.random(before.size) < 0.4)
+  after = before.copy()
+  after.reshape(-1)[positions] *= -3
+  slices = [Slice(axis, 1, 2) for axis in range(len(shape))]
+  running = RunningChecksum(slices)
+  running.add(before if shape else before.reshape(1), 0)
+  old, new = before.reshape(-1)[positions], after.reshape(-1)[positions]
+  running.replace(shape, positions, old, new)
+  assert running.values() == checksums(after, slices)
+  assert len(positions) == 0 or running.values()[None] != checksums(before)[None]

@@ -7,7 +7,7 @@ earlier version in its order. A process whose image contains another version rep
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from jaxrl_llm.rollout.vllm.shares import (
   weights_file,
   write_tensors,
 )
+from jaxrl_llm.weights.checksums import RunningChecksum
 from jaxrl_llm.weights.deltas import Changes, Image
 from jaxrl_llm.weights.layout import dtype_of
 from jaxrl_llm.weights.safetensors_files import writing
@@ -66,6 +67,8 @@ class ShareImage:
     whole = FileLayout({entry.hf: entry.shape for entry in entries(spec)}, dtype)
     self._image = Image(self._layout, dtype_of(dtype).itemsize, limit=whole.nbytes)
     self._by_name = {e.unrolled: e for e in entries(spec) if e.hf in self._layout.offsets}
+    self._checksums: dict[str, RunningChecksum] = {}
+    """Checksums of the version in the image, keyed by tensor name; empty if none were computed."""
     self._holds: str | None = None
     """Token of the order by which the version in the image was taken; None if the image contains no
     complete version.
@@ -89,13 +92,15 @@ class ShareImage:
     """
     # If an error ends this method, the image contains no complete version.
     compares = self.contains(order.image.before)
-    self._holds = None
+    # Checksums of these objects change with the image, so they are lost together.
+    self._holds, known, self._checksums = None, self._checksums, {}
     collects = compares and order.image.collect
     self._image.begin(compare=compares, collect=collects)
     with TensorWriter(self._dtype, order.slices, checksums=order.checksums) as writer:
       writer.pass_to(self._image, self._layout)
-      patched = self._patched(leaves, compares)
+      patched = self._patched(leaves, order, writer, known if compares else None)
       proof = write_tensors(writer, patched, self._spec, self._layout.offsets.keys())
+      self._checksums = writer.running_checksums()
     self._holds = order.token
     return ShareReport(
       proof=proof,
@@ -104,19 +109,34 @@ class ShareImage:
     )
 
   def _patched(
-    self, leaves: Iterable[tuple[str, np.ndarray | Changes]], compares: bool
+    self,
+    leaves: Iterable[tuple[str, np.ndarray | Changes]],
+    order: ShareOrder,
+    writer: TensorWriter,
+    known: Mapping[str, RunningChecksum] | None,
   ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the parameters as arrays. Those of which only the changes are given are in the image
-    from then on.
+    from then on. Their checksums are computed from the changes where possible.
+
+    Args:
+      known: checksums of the version before, keyed by tensor name; None if the image does not
+        contain this version.
     """
     dtype = dtype_of(self._dtype)
     for name, leaf in leaves:
-      if isinstance(leaf, Changes):
-        if not compares:
-          raise RuntimeError(f'{name}: changes of a version that is not in the image')
-        entry = self._by_name[name]
-        leaf = self._image.patch(entry.hf, leaf).view(dtype).reshape(entry.shape)
-      yield name, leaf
+      if not isinstance(leaf, Changes):
+        yield name, leaf
+        continue
+      if known is None:
+        raise RuntimeError(f'{name}: changes of a version that is not in the image')
+      entry = self._by_name[name]
+      running, bits = known.get(entry.hf), self._image.bits(entry.hf)
+      sums = running is not None and order.checksums and dtype.itemsize <= 4
+      if sums and running.covers(order.slices.get(entry.hf, ())):
+        running.replace(entry.shape, leaf.positions, bits[leaf.positions], leaf.bits)
+        writer.use_checksum(entry.hf, running)
+      self._image.patch(entry.hf, leaf)
+      yield name, bits.view(dtype).reshape(entry.shape)
 
   def write(self, decision: Decision) -> dict[str, str]:
     """Writes the share, or its changes, and releases the memory of the collected changes. Returns

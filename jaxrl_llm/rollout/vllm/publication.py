@@ -264,7 +264,7 @@ class PublicationFolder:
   def _wanted(self, slices: Mapping[str, Collection[Slice]] | None) -> dict[str, Collection[Slice]]:
     """Returns all slices whose digests are computed: those of servers, and the atoms."""
     return {
-      name: {*(slices or {}).get(name, ()), *self._atoms.get(name, ())}
+      name: sorted({*(slices or {}).get(name, ()), *self._atoms.get(name, ())})
       for name in self._layout.offsets
     }
 
