@@ -210,14 +210,70 @@ class _Split(NamedTuple):
       converted, tpu=used, default=lambda x: used(_sharded(x, self.shardings.stored))
     )
 
-  def scattered(self, gradient):
-    """Shards the kernel's gradient `[embed, vocab]` like the parameter."""
+  def summed(self, parts):
+    """Returns the sum of the parts `[part, embed, vocab]` of the kernel's gradient, sharded like
+    the parameter.
+
+    On some slices, such as v5e:4x4, the TPU compiler turns this sum into an all-reduce, whose
+    result has the size of the whole kernel. On TPUs, it is therefore computed for one block of the
+    vocabulary at a time.
+    """
     if self.shardings is None:
-      return gradient
-    return _sharded(gradient.T, self.shardings.stored).T
+      return parts.sum(0)
+    stored = self.shardings.stored
+
+    def summed(parts):
+      return _sharded(parts.sum(0).T, stored).T
+
+    def in_blocks(parts):
+      start = _sharded(jnp.zeros(parts.shape[:0:-1], parts.dtype), stored).T
+      return _by_blocks(summed, parts, start)
+
+    vocab_is_sharded = stored.spec[0] is not None
+    tpu = summed if vocab_is_sharded else in_blocks
+    return jax.lax.platform_dependent(parts, tpu=tpu, default=summed)
+
+  def summed_first(self, d_hidden, d_kernel):
+    """Returns both gradients. On TPUs, the kernel's gradient is summed over the devices before the
+    gradient of the hidden states is used.
+
+    Otherwise, the TPU compiler sums the kernel's gradient after the backward pass of all layers,
+    and until then each device keeps its own sum, which has the size of the whole kernel.
+    """
+    if self.shardings is None:
+      return d_hidden, d_kernel
+    return jax.lax.platform_dependent(
+      d_hidden,
+      d_kernel,
+      tpu=lambda *gradients: jax.lax.optimization_barrier(gradients),
+      default=lambda *gradients: gradients,
+    )
 
 
 _sharded = jax.lax.with_sharding_constraint
+_BLOCKS, _LANES = 8, 128
+"""Number of blocks of `_by_blocks`, and the multiple to which their size is rounded up, which is
+the number of lanes of a TPU's vector registers.
+"""
+
+
+def _by_blocks(function, x, start):
+  """Applies a function to blocks of the last axis of an array, one after the other.
+
+  Args:
+    function: function of a block, whose result has a last axis of the same size.
+    start: array of the shape of the result, whose last axis has the size of that of `x`.
+  """
+  width = x.shape[-1]
+  size = min(width, -(-width // (_BLOCKS * _LANES)) * _LANES)
+
+  def block(i, result):
+    # The last block begins earlier if it would not be full.
+    place = jnp.minimum(i * size, width - size)
+    part = function(jax.lax.dynamic_slice_in_dim(x, place, size, axis=-1))
+    return jax.lax.dynamic_update_slice_in_dim(result, part, place, axis=-1)
+
+  return jax.lax.fori_loop(0, -(-width // size), block, start)
 
 
 def _wanted_first(split, states, kernel, targets, temperature, wanted):
@@ -378,7 +434,8 @@ def _head_backward(split, kept, cotangents):
   start = jnp.zeros((math.prod(targets.shape[:2]), *compute.shape[::-1]), _wide(hidden))
   once = positions == targets.shape[-1]
   d_hidden, d_kernel = _repeat(used, chunk, (jnp.zeros_like(hidden), start), once=once)
-  return d_hidden, split.scattered(d_kernel.sum(0)).T.astype(like.dtype), None, None, None
+  d_kernel = split.summed(d_kernel).T.astype(like.dtype)
+  return *split.summed_first(d_hidden, d_kernel), None, None, None
 
 
 _head.defvjp(_head_forward, _head_backward)

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxrl_llm.ops import logprobs as module
 from jaxrl_llm.ops.logprobs import (
+  KernelShardings,
   plan_token_chunk,
   sequence_scores,
   state_values,
@@ -194,6 +195,7 @@ def collectives(program):
 
 
 STATES = (4, 48, 8)
+SUMS = ('all-reduce', 'reduce-scatter')
 WORDS = 1048
 """Of a vocabulary whose multiples are no other size in the programs below."""
 
@@ -275,6 +277,27 @@ def test_the_kernels_gradient_is_reduced_once_and_states_stay_where_the_rows_par
   kernel, states = STATES[-1] * WORDS // 4, np.prod(STATES)
   assert moved(kernel, row_shards=2) == [('all-reduce', True)] and not moved(states, row_shards=2)
   assert any(name == 'all-gather' for name, _ in moved(states))
+
+
+@pytest.mark.parametrize('token_chunk', [12, 48])
+def test_on_tpus_the_kernels_gradient_is_summed_by_blocks_of_the_vocabulary(
+  monkeypatch, token_chunk
+):
+  """The code for TPUs, on CPUs."""
+  axes = dict(fsdp=4, tensor=2)
+  stored, used = (NamedSharding(mesh(axes), PartitionSpec(None, name)) for name in ('fsdp', None))
+  cut = dict(token_chunk=token_chunk, row_shards=4, shardings=KernelShardings(stored, used))
+
+  def summed():
+    """Elements of the sums over devices that have the width of the kernel."""
+    found = sharded(axes, ('fsdp',), (None, 'fsdp'), **cut)
+    sums = [shape for name, each, _ in found if name in SUMS for shape in each]
+    return [int(np.prod(shape)) for shape in sums if STATES[-1] in shape]
+
+  assert STATES[-1] * WORDS in summed()
+  monkeypatch.setattr(jax.lax, 'platform_dependent', lambda *x, tpu, default: tpu(*x))
+  # 1,048 words are four blocks of 256, and one that begins earlier.
+  assert set(summed()) == {STATES[-1] * 256}
 
 
 @pytest.mark.parametrize('token_chunk', [12, 48])
