@@ -8,6 +8,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -53,7 +54,9 @@ class Compilation:
   refusal: str = ''
   """Reason why the program does not fit the chip; empty if it fits."""
   needed: int = 0
-  """Memory for arguments, results and temporaries; 0 if the compiler rejected the program."""
+  """Memory for arguments, results and temporaries; 0 if the compiler rejected the program. On TPUs,
+  gaps between arrays are not included.
+  """
   arguments: int = 0
   temporaries: int = 0
   in_host_memory: int = 0
@@ -116,8 +119,7 @@ def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilati
     return Compilation(refusal=_excess(str(error)), limit=limit)
   took = time.perf_counter() - began
   memory = compiled.memory_analysis()
-  needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-  needed -= memory.alias_size_in_bytes
+  needed, temporaries = used_memory(memory, mesh.devices.flat[0].platform)
   sent, expected, overlapped = '', None, None
   if chip:
     found = traffic(compiled.as_text())
@@ -135,7 +137,7 @@ def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilati
     refusal=f'by {excess / 1e6:,.1f} MB' if excess > 0 else '',
     needed=needed,
     arguments=memory.argument_size_in_bytes,
-    temporaries=memory.temp_size_in_bytes,
+    temporaries=temporaries,
     in_host_memory=memory.host_argument_size_in_bytes,
     limit=limit,
     collectives=sent,
@@ -144,6 +146,26 @@ def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilati
     expected_s=expected,
     compile_s=took,
   )
+
+
+def used_memory(memory: Any, platform: str) -> tuple[int, int]:
+  """Returns the bytes that a program needs on a device, and the bytes of its temporaries.
+
+  Args:
+    memory: result of `jax.stages.Compiled.memory_analysis`.
+    platform: platform of the devices.
+  """
+  kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+  needed = kept + memory.temp_size_in_bytes
+  if platform == 'tpu':
+    # libtpu's `temp_size_in_bytes` may count memory several times that several arrays use one after
+    # the other, or that is also a result. Its peak counts such memory once, but includes arguments
+    # and results in host memory, and leaves out gaps between arrays. The compiler itself refuses
+    # programs that do not fit with these gaps.
+    in_host_memory = memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes
+    in_host_memory -= memory.host_alias_size_in_bytes
+    needed = min(needed, memory.peak_memory_in_bytes - in_host_memory)
+  return needed, max(0, needed - kept)
 
 
 def _excess(message: str) -> str:
