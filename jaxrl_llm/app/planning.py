@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from jaxrl_llm.app.composition.automatic import (
   ATTENTION,
   open_fields,
-  with_logits_budget,
   with_named,
   with_sized,
   with_values,
@@ -67,9 +66,6 @@ async def agreed(
   if limit is None:
     platform = target.mesh.devices.flat[0].platform
     return with_sized(config, platform=platform, spec=target.spec, plans=False), None
-  config = with_logits_budget(config, limit)
-  if not open_fields(config):
-    return config, None
   search = Search(config, target, limit)
   while (plan := search.next()) is not None:
     mine = await device.run(_measured, config, plan, target, limit)

@@ -186,10 +186,10 @@ class LearnerConfig:
   """
   memory_bytes: int | None = None
   """Memory of a device in bytes that the memory plan may use. The plan chooses the values of
-  `policy.remat`, `chunks_per_rank` and `optimizer.offload` where these are 'auto': the fastest
-  combination that fits. If None, the plan may use the whole memory of the device, but no plan is
-  made on CPUs and for models of fewer than 50 million parameters. There, 'auto' means no
-  rematerialization, 8 chunks, and moments on the devices.
+  `policy.remat`, `chunks_per_rank`, `optimizer.offload` and `logits_budget_bytes` where these are
+  'auto': the fastest combination that fits. If None, the plan may use the whole memory of the
+  device, but no plan is made on CPUs and for models of fewer than 50 million parameters. There,
+  'auto' means no rematerialization, 8 chunks, moments on the devices, and 256 MiB of logits.
   """
   share_prefixes: bool = True
   """Whether a prefix that several sequences of a group or pair have in common, such as their
@@ -200,8 +200,8 @@ class LearnerConfig:
   logits_budget_bytes: int | Literal['auto'] = 'auto'
   """Maximum size of the float32 logits in bytes per rank. To stay below this size, logits are
   computed for part of the tokens at a time, and each part reads and writes the gradient of the
-  whole head. 'auto' is a sixteenth of the device's memory (or of `memory_bytes`), but at least 256
-  MiB and at most 2 GiB. On CPUs, and for models of fewer than 50 million parameters, it is 256 MiB.
+  whole head. With 'auto', the memory plan chooses the size (`memory_bytes`). The largest one is a
+  sixteenth of the device's memory (or of `memory_bytes`), but at least 256 MiB and at most 2 GiB.
   """
 
   def __post_init__(self):

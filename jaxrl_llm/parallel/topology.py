@@ -23,8 +23,11 @@ class Chip(NamedTuple):
 
   platform: Literal['tpu', 'cuda']
   memory_bytes: int
+  """Memory for programs and their arrays. On a v5e, the system keeps 256 MiB of the 16 GiB."""
   peak_flops: float
   """Dense bfloat16 operations per second."""
+  memory_bytes_per_s: float
+  """Bytes per second that a device reads from or writes to its own memory."""
   link_bytes_per_s: float
   """Bytes per second that a device receives from the devices of its TPU slice or its host."""
   host_bytes_per_s: float
@@ -35,12 +38,12 @@ class Chip(NamedTuple):
 
 GB, GIB = 10**9, 1 << 30
 CHIPS: Mapping[str, Chip] = {
-  'v4': Chip('tpu', 32 * GIB, 275e12, 300e9, 32e9),
-  'v5e': Chip('tpu', 16 * GIB, 197e12, 200e9, 32e9),
-  'v5p': Chip('tpu', 95 * GIB, 459e12, 600e9, 32e9),
-  'v6e': Chip('tpu', 32 * GIB, 918e12, 448e9, 32e9),
-  'h100': Chip('cuda', 80 * GB, 989e12, 450e9, 64e9),
-  'h200': Chip('cuda', 141 * GB, 989e12, 450e9, 64e9),
+  'v4': Chip('tpu', 32 * GIB, 275e12, 1228e9, 300e9, 32e9),
+  'v5e': Chip('tpu', 16 * GIB - (256 << 20), 197e12, 819e9, 200e9, 32e9),
+  'v5p': Chip('tpu', 95 * GIB, 459e12, 2765e9, 600e9, 32e9),
+  'v6e': Chip('tpu', 32 * GIB, 918e12, 1640e9, 448e9, 32e9),
+  'h100': Chip('cuda', 80 * GB, 989e12, 3350e9, 450e9, 64e9),
+  'h200': Chip('cuda', 141 * GB, 989e12, 4800e9, 450e9, 64e9),
 }
 _KINDS: Mapping[str, str] = {
   'TPU v4': 'v4',

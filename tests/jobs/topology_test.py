@@ -330,11 +330,26 @@ def test_if_no_memory_plan_fits_the_smallest_one_is_named():
   huge = MODEL | dict(hidden_size=8192, intermediate_size=131_072, num_hidden_layers=1)
   error = dry_run('v5e:1x1', model=huge, expect=2)
   assert re.search(
-    r'^error: no memory plan fits a device: [^\n]* \(moments in host memory\): does not fit, '
-    r'update of grpo: [^\n]*; use more devices',
+    r'^error: no memory plan fits a device: [^\n]* \(moments in host memory, [^\n]* of logits\): '
+    r'does not fit, update of grpo: [^\n]*; use more devices',
     error,
     re.M,
   )
+
+
+@pytest.mark.acceptance
+def test_the_update_of_a_7b_model_fits_16_chips_of_16_gib():
+  seven_b = dict(
+    hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
+    num_key_value_heads=4, head_dim=128, vocab_size=152_064, tie_word_embeddings=False,
+  )  # fmt: skip
+  text = dry_run('v5e:4x4', config='sizes.py:7b', model=seven_b, rows=(512, 1536))
+  assert 'moments on the devices, at most 1,057.0 MB of logits: chosen' in text
+  update = line_of('update', text)
+  assert 'does not fit' not in update
+  # If the head's gradient is summed whole, it needs 14,428 MB, and after the layers' backward pass
+  # 15,649 MB.
+  assert megabytes('update of grpo:', update) < 13_000
 
 
 def test_a_shape_that_the_compiler_does_not_know_is_one_line():

@@ -24,7 +24,7 @@ from jaxrl_llm.models.flops import matmul_params
 from jaxrl_llm.models.heads import is_tied
 from jaxrl_llm.models.spec import ModelSpec
 
-PLANNED = ('remat', 'chunks_per_rank', 'offload')
+PLANNED = ('remat', 'chunks_per_rank', 'offload', 'logits_budget_bytes')
 """Names of the fields that a memory plan determines (`app.dry_run.memory_plan`)."""
 _SIZED = {
   'dtype': {'cpu': 'float32', 'accelerator': 'bfloat16'},
@@ -47,8 +47,8 @@ _SPARING: Mapping[str, Json] = {
   'offload': False,
   'logits_budget_bytes': SMALL['logits_budget_bytes'],
 }
-"""Values of the fields in `PLANNED`, and of `logits_budget_bytes`, for a large model if no memory
-plan is made, for example because the memory of the devices is unknown. They need little memory.
+"""Values of the fields in `PLANNED` for a large model if no memory plan is made, for example if
+the memory of the devices is unknown. They need little memory.
 """
 _LOGITS_SHARE, _MOST_LOGITS = 16, 2 << 30
 """Logits may take a sixteenth of a device's memory, but at most 2 GiB. With Qwen2.5's vocabulary,
@@ -56,6 +56,8 @@ these are 1,700 tokens on a TPU v5e and 3,500 tokens on an H100. Each chunk of l
 writes the gradient of the whole head once. For chunks of at least 1,000 tokens, this takes less
 than a third of the time of their matrix products on either device.
 """
+_HALVINGS = 4
+"""Number of times that a memory plan may halve the memory of the logits."""
 SMALL_PARAMETERS = 50_000_000
 """Number of parameters below which a model is small. Such a model and its optimizer take less than
 a gigabyte.
@@ -109,8 +111,7 @@ def with_sized(
   config: Config, *, platform: str, spec: ModelSpec | None, plans: bool = True
 ) -> Config:
   """Returns the configuration with values for those 'auto' fields that the platform and the size of
-  the model determine. The fields in `PLANNED` may remain open, and with them `logits_budget_bytes`
-  (`with_logits_budget`).
+  the model determine. The fields in `PLANNED` may remain open.
 
   Args:
     platform: platform of the devices that train.
@@ -125,8 +126,6 @@ def with_sized(
     return config
   kind = 'cpu' if small else 'accelerator'
   values = {name: of[kind] for name, of in _SIZED.items()}
-  if small:
-    values['logits_budget_bytes'] = SMALL['logits_budget_bytes']
   if not limited and small:
     values |= {name: SMALL[name] for name in PLANNED}
   elif not plans:
@@ -134,19 +133,21 @@ def with_sized(
   return with_named(config, values)
 
 
-def with_logits_budget(config: Config, memory: int) -> Config:
-  """Returns the configuration with a value for `learner.logits_budget_bytes` if that is 'auto'.
-  Call `with_sized` first, which gives CPUs and small models their value.
+def logits_budget(memory: int) -> int:
+  """Returns the most bytes that the logits may take on a device with `memory` bytes."""
+  return min(_MOST_LOGITS, max(SMALL['logits_budget_bytes'], memory // _LOGITS_SHARE))
+
+
+def logits_budgets(memory: int) -> tuple[int, ...]:
+  """Returns the values of `learner.logits_budget_bytes` among which a memory plan chooses, from the
+  largest to the smallest. The largest is `logits_budget`.
 
   Args:
     memory: memory of a device in bytes.
   """
-  return with_named(config, {'logits_budget_bytes': logits_budget(memory)})
-
-
-def logits_budget(memory: int) -> int:
-  """Returns the bytes that the logits of a large model may take on a device with `memory` bytes."""
-  return min(_MOST_LOGITS, max(SMALL['logits_budget_bytes'], memory // _LOGITS_SHARE))
+  most = logits_budget(memory)
+  smaller = (min(most, memory // _LOGITS_SHARE) >> n for n in range(1, _HALVINGS + 1))
+  return (most, *(budget for budget in smaller if budget > 0))
 
 
 def with_named(config: Config, values: Mapping[str, Json]) -> Config:

@@ -24,6 +24,8 @@ UTILISATION = 0.4
 """Share of the chip's peak FLOP/s that is assumed for the expected time. A well-tuned step reaches
 this share.
 """
+_UNITS = {'K': 1 << 10, 'M': 1 << 20, 'G': 1 << 30, 'T': 1 << 40}
+"""Units of the figures in the TPU compiler's error messages, in bytes."""
 _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\d.]+\w)')
 
 
@@ -57,6 +59,8 @@ class Compilation:
   """Memory for arguments, results and temporaries; 0 if the compiler rejected the program. On TPUs,
   gaps between arrays are not included.
   """
+  refused_bytes: int = 0
+  """Memory for which the compiler rejected the program; 0 if it did not, or gave no figure."""
   arguments: int = 0
   temporaries: int = 0
   in_host_memory: int = 0
@@ -116,7 +120,7 @@ def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilati
   except jax.errors.JaxRuntimeError as error:
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
-    return Compilation(refusal=_excess(str(error)), limit=limit)
+    return Compilation(refusal=_excess(str(error)), refused_bytes=_used(str(error)), limit=limit)
   took = time.perf_counter() - began
   memory = compiled.memory_analysis()
   needed, temporaries = used_memory(memory, mesh.devices.flat[0].platform)
@@ -166,6 +170,15 @@ def used_memory(memory: Any, platform: str) -> tuple[int, int]:
     in_host_memory -= memory.host_alias_size_in_bytes
     needed = min(needed, memory.peak_memory_in_bytes - in_host_memory)
   return needed, max(0, needed - kept)
+
+
+def _used(message: str) -> int:
+  """Returns the bytes that a program needs according to a compiler's error message; 0 if the
+  message has no figure.
+  """
+  match = _TOO_MUCH.search(message)
+  unit = match and _UNITS.get(match[1][-1])
+  return int(float(match[1][:-1]) * unit) if unit else 0
 
 
 def _excess(message: str) -> str:

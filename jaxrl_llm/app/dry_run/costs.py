@@ -1,7 +1,7 @@
 """Cost model that orders memory plans by speed: the seconds of an update, from operations, bytes
-between devices, and bytes to and from the host.
+between devices, bytes to and from the host, and accesses to the gradient of the head.
 
-The three parts are added, as if they did not overlap in time. The result is meant for comparing
+The four parts are added, as if they did not overlap in time. The result is meant for comparing
 plans of the same stages on the same devices, not for predicting times.
 """
 
@@ -24,7 +24,7 @@ from jaxrl_llm.parallel.topology import CHIPS, Chip, chip_of
 
 NETWORK_BYTES_PER_S = 50e9
 """Bytes per second that a GPU receives from GPUs of other hosts: 400 Gb/s InfiniBand per GPU."""
-_UNKNOWN = Chip('cuda', 0, 1e12, 10e9, 10e9)
+_UNKNOWN = Chip('cuda', 0, 1e12, 100e9, 10e9, 10e9)
 """Rates of a device that `CHIPS` does not list, such as a CPU. Only their ratios matter."""
 
 
@@ -37,6 +37,8 @@ class Cost(NamedTuple):
   """Seconds of gathering weights and summing gradients across devices."""
   host: float
   """Seconds of transferring moments and activations to and from host memory."""
+  head: float
+  """Seconds of reading and writing the gradient of the head's kernel for each chunk of logits."""
 
   @property
   def seconds(self) -> float:
@@ -90,9 +92,13 @@ def _cost(stage: Stage, model: Model, mesh: Mesh, rates: Chip) -> Cost:
     kept = 2 * inputs / devices
   moments = 2 * 4 * parameters(spec) / devices  # Each parameter has two moments in float32.
   moved = 2 * moments if stage.policy.config.offloads else 0
+  # Each chunk of logits reads and writes the gradient of the whole head in float32.
+  passes = shape.chunk_len // stage.token_chunk
+  accessed = 2 * 4 * passes * head_size(spec) * spec.hidden_size / mesh.shape[TENSOR]
   micro_batches = shape.micro_batches
   return Cost(
     micro_batches * operations / (devices * rates.peak_flops * UTILISATION),
     micro_batches * exchanged / rates.link_bytes_per_s,
     (micro_batches * kept + moved) / rates.host_bytes_per_s,
+    micro_batches * accessed / rates.memory_bytes_per_s,
   )

@@ -1,10 +1,11 @@
-"""Memory plans: the values of `remat`, `chunks_per_rank` and `optimizer.offload` with which the
-programs of a run fit a device, according to the compiler.
+"""Memory plans: the values of `remat`, `chunks_per_rank`, `optimizer.offload` and
+`logits_budget_bytes` with which the programs of a run fit a device, according to the compiler.
 
 Plans are tried in the order of their cost (`costs`), and the first one that fits is taken. A plan
-needs more memory if it keeps more activations, has larger micro-batches or keeps the moments on the
-device. If a plan does not fit, plans that need at least as much memory in each of these respects
-are skipped.
+needs more memory if it keeps more activations, has larger micro-batches, keeps the moments on the
+device or computes more logits at a time. If a plan does not fit, plans that need at least as much
+memory in each of these respects are skipped, and also plans with smaller logits if these would save
+too little.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax
 from absl import logging
 from jax.sharding import Mesh
 
-from jaxrl_llm.app.composition.automatic import PLANNED, open_fields, with_named
+from jaxrl_llm.app.composition.automatic import PLANNED, logits_budgets, open_fields, with_named
 from jaxrl_llm.app.composition.loop_parts import image_dtype
 from jaxrl_llm.app.composition.reward_role import build_reward_model
 from jaxrl_llm.app.composition.stages import build_stages, model_spec, policy_options
@@ -39,6 +40,10 @@ from jaxrl_llm.parallel.topology import CHIPS, chip_of
 _REMAT = ('offload', 'full', 'dots', 'none')
 """Values of `remat`, by increasing device memory."""
 _CHUNKS = (1, 2, 4, 8, 16)
+_LOGITS_ARRAYS = 4
+"""Upper bound on the number of arrays with the size of the logits that a program holds at a time.
+Smaller logits save at most this many times the difference of their sizes.
+"""
 _ARGUMENTS = {
   'update': ('policy', 'base', 'gradients', 'optimizer'),
   'logprobs': ('policy', 'base', 'gradients'),
@@ -61,17 +66,23 @@ class Plan(NamedTuple):
 
   @property
   def levels(self) -> tuple[int, ...]:
-    """Memory levels of `remat`, `chunks_per_rank` and `offload`, in this order. A value with a
-    higher level needs more memory.
+    """Memory levels of `remat`, `chunks_per_rank`, `offload` and `logits_budget_bytes`, in this
+    order. A value with a higher level needs more memory.
     """
     remat, offload = self.values.get('remat', 'none'), self.values.get('offload', False)
-    return _REMAT.index(remat), int(self.values.get('chunks_per_rank', 1)), not offload
+    chunks, logits = (
+      int(self.values.get(n, 1)) for n in ('chunks_per_rank', 'logits_budget_bytes')
+    )
+    return _REMAT.index(remat), chunks, not offload, logits
 
   def __str__(self) -> str:
     texts = {
       'remat': f'remat {self.values.get("remat")}',
       'chunks_per_rank': f'{self.values.get("chunks_per_rank")} chunks per rank',
       'offload': f'moments {"in host memory" if self.values.get("offload") else "on the devices"}',
+      'logits_budget_bytes': (
+        f'at most {self.values.get("logits_budget_bytes", 0) / 1e6:,.1f} MB of logits'
+      ),
     }
     return ', '.join(texts[name] for name in self.values)
 
@@ -142,7 +153,7 @@ class Search:
       limit: memory of a device in bytes.
     """
     self.target, self.limit = target, limit
-    self.plans = _plans(config, target)
+    self.plans = _plans(config, target, limit)
     """All plans, from the fastest to the slowest."""
     self.tried: list[tuple[Plan, Fit]] = []
     self.chosen: Plan | None = None
@@ -155,9 +166,8 @@ class Search:
     """
     if self.chosen is not None:
       return None
-    tried = [plan for plan, _ in self.tried]
     for plan in self.plans:
-      if not any(_is_within(failed.levels, plan.levels) for failed in tried):
+      if not any(self._is_too_large(plan, failed, fit.needed) for failed, fit in self.tried):
         return plan
     plan, fit = min(self.tried, key=lambda tried: (tried[1].needed or 2**63, tried[0].levels))
     raise UserError(
@@ -165,6 +175,17 @@ class Search:
       f'{fit.line(self.limit)}; use more devices, a smaller model, shorter '
       'sequences or fewer learner.logits_budget_bytes'
     )
+
+  def _is_too_large(self, plan: Plan, failed: Plan, needed: int) -> bool:
+    """Returns whether a plan cannot fit, since another plan failed.
+
+    Args:
+      needed: bytes that the failed plan needs on a device; 0 if unknown.
+    """
+    *levels, logits = plan.levels
+    *failed_levels, failed_logits = failed.levels
+    saved = _LOGITS_ARRAYS * max(0, failed_logits - logits)
+    return _is_within(failed_levels, levels) and (saved == 0 or needed - saved > self.limit)
 
   def others(self) -> list[Plan]:
     """Returns the plans that were not measured and differ from the chosen one only in `remat`."""
@@ -252,20 +273,25 @@ def measure(
       compilations[name] = compiled
       beside = sum(size for role, size in sizes.items() if role not in _ARGUMENTS[program.name])
       if compiled.refusal:
-        return Fit(compiled.needed, f'{name}: {compiled.refusal}'), compilations
+        size = compiled.needed or compiled.refused_bytes
+        return Fit(size, f'{name}: {compiled.refusal}'), compilations
       needed = max(needed, compiled.needed + beside)
       if needed > limit:
         return Fit(needed, f'{name}: by {(needed - limit) / 1e6:,.1f} MB'), compilations
   return Fit(needed), compilations
 
 
-def _plans(config: Config, target: Target) -> list[Plan]:
+def _plans(config: Config, target: Target, limit: int) -> list[Plan]:
   """Returns the plans for the open fields, sorted by their cost. Of plans with equal costs, the
   plans that need more memory come first.
 
-  Of plans that differ only in `chunks_per_rank` and have batches of the same shapes, only one is
-  returned. A plan is also left out if another plan is faster and needs no more memory, for example
-  if its micro-batches are larger than a batch.
+  Of plans that differ only in `chunks_per_rank` and `logits_budget_bytes`, and have batches of the
+  same shapes and logits of as many tokens at a time, only one is returned, with the smallest
+  `chunks_per_rank` and the largest `logits_budget_bytes`. A plan is also left out if another plan
+  is faster and needs no more memory, for example if its micro-batches are larger than a batch.
+
+  Args:
+    limit: memory of a device in bytes.
   """
   is_open = {key.rpartition('.')[2] for key in open_fields(config)}
   on_cpu = target.chip is None and target.mesh.devices.flat[0].platform == 'cpu'
@@ -274,6 +300,7 @@ def _plans(config: Config, target: Target) -> list[Plan]:
     'remat': tuple(kind for kind in _REMAT if not (on_cpu and kind == 'offload')),
     'chunks_per_rank': _CHUNKS,
     'offload': (False,) if on_cpu else (False, True),
+    'logits_budget_bytes': logits_budgets(limit),
   }
   names = [name for name in PLANNED if name in is_open]
   found: dict[Any, Plan] = {}
@@ -288,9 +315,9 @@ def _plans(config: Config, target: Target) -> list[Plan]:
       continue
     trained = [stage for stage in stages if stage.trains]
     plan = Plan(values, update_cost(trained or stages, model, target.mesh, target.chip))
-    rest = {name: value for name, value in values.items() if name != 'chunks_per_rank'}
-    shapes = tuple(stage.shape for stage in stages)
-    found.setdefault((tuple(rest.items()), shapes), plan)
+    rest = tuple(values.get(name) for name in ('remat', 'offload'))
+    shapes = tuple((stage.shape, stage.token_chunk) for stage in stages)
+    found.setdefault((rest, shapes), plan)
   if not found and refusal is not None:
     raise refusal
   plans = [

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from jaxrl_llm.app.composition.automatic import (
   ATTENTION,
   open_fields,
-  with_logits_budget,
   with_named,
   with_sized,
   with_values,
@@ -243,8 +242,6 @@ def plan(
     prepared = prepare(config, scratch, load)
   config = with_sized(config, platform=platform, spec=prepared.spec)
   chip = None if topology is None else parse_topology(topology).chip
-  if (limit := memory_limit(config, mesh, chip)) is not None:
-    config = with_logits_budget(config, limit)
   made = _run_plan(config, workdir, chip, mesh, prepared)
   if config.generates:
     config.rollout.engine_spec().check_devices(made.setting, leading_devices(mesh))

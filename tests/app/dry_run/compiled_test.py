@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxrl_llm.app.dry_run.compiled import used_memory
+from jaxrl_llm.app.dry_run.compiled import _used, used_memory
 
 
 class Figures(NamedTuple):
@@ -58,3 +58,8 @@ def test_on_tpus_memory_that_arrays_share_counts_once(name):
 def test_elsewhere_the_parts_are_added():
   figures, _ = PROGRAMS['a loop']
   assert used_memory(figures, 'cuda') == (1_040_500_000, 705_000_000)
+
+
+def test_the_size_of_a_refused_program_is_known():
+  message = 'RESOURCE_EXHAUSTED: E1000: Used 20.50G of 15.75G hbm. Exceeded hbm capacity by 4.75G.'
+  assert _used(message) == 20.5 * 2**30 and _used('RESOURCE_EXHAUSTED: no figure') == 0

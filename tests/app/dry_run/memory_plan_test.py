@@ -25,6 +25,7 @@ def config_of(**overrides):
     'stages.grpo.source.groups_per_batch': 1,
     'stages.grpo.source.group_size': 4,
     'learner.chunks_per_rank': 'auto',
+    'learner.logits_budget_bytes': 256 << 20,
     'learner.chunk_len': 16,
     **overrides,
   }
@@ -96,6 +97,39 @@ def test_if_nothing_fits_one_line_says_what_the_smallest_plan_needs(target, size
   assert excess == 'update of grpo: by 0.1 MB'
 
 
+def test_the_memory_of_logits_is_the_largest_that_fits(target):
+  """Logits of 8,192 tokens of vocabulary take most of the memory of this model."""
+  fields = {'learner.logits_budget_bytes': 'auto', 'learner.chunks_per_rank': 4}
+  config = with_named(config_of(**fields), {'remat': 'none', 'offload': False})
+  spec = dataclasses.replace(tiny('qwen2', 8192), num_hidden_layers=1)
+  target, limit = target._replace(spec=spec), 30 * 10**6
+  plans = Search(config, target, limit).plans
+  budgets = [plan.values['logits_budget_bytes'] for plan in plans]
+  # All logits fit the first budget, which is that of CPUs.
+  assert budgets[0] == 256 << 20 and budgets == sorted(budgets, reverse=True) and len(plans) > 3
+  assert all(plan.values.keys() == {'logits_budget_bytes'} for plan in plans)
+  needed = [measure(with_named(config, plan.values), target, 10**15)[0].needed for plan in plans]
+  assert needed == sorted(needed, reverse=True) and needed[0] - needed[-1] > 10**6
+  for at, plan in enumerate(plans):
+    search = Search(config, target, limit)
+    search.limit = needed[at]
+    while (tried := search.next()) is not None:
+      size = needed[plans.index(tried)]
+      search.report(tried, Fit(size, 'update of grpo' if size > needed[at] else ''))
+    assert search.chosen == plan and len(search.tried) == at + 1
+  smallest = search
+  assert f'at most {budgets[at] / 1e6:,.1f} MB of logits: chosen, ' in search.lines()[at]
+  search = Search(config, target, limit)
+  search.report(search.next(), Fit(limit + 10**9, 'update of grpo'))
+  assert search.next() == plans[1], 'smaller logits may save a gigabyte'
+  search = Search(config, target, limit)
+  search.report(search.next(), Fit(limit + 2 * 10**9, 'update of grpo'))
+  with pytest.raises(UserError, match='no memory plan fits'):
+    search.next()
+  written = smallest.to_json()[-1]
+  assert written['chosen'] and written['logits_budget_bytes'] == budgets[-1]
+
+
 def test_what_stays_beside_a_program_counts(target):
   """The engine, and a reference that the update does not read."""
   config = with_named(config_of(), {'remat': 'none', 'chunks_per_rank': 1, 'offload': False})
@@ -120,7 +154,7 @@ def test_the_limit_is_the_one_given_or_the_chips(target):
 def test_the_cost_counts_recomputation_and_transfers(target):
   def cost(**values):
     values = {'remat': 'none', 'chunks_per_rank': 1, 'offload': False, **values}
-    config = with_named(config_of(), values)
+    config = with_named(config_of(**{'learner.logits_budget_bytes': 'auto'}), values)
     mesh = build_mesh(MeshConfig(), jax.devices()[:2])
     stages, model = build(config, target._replace(mesh=mesh), policy_options)
     return update_cost(stages, model, mesh, 'h100'), stages[0].shape.micro_batches
@@ -133,3 +167,9 @@ def test_the_cost_counts_recomputation_and_transfers(target):
   assert plain.compute < costs['dots'].compute < costs['full'].compute
   assert costs['offload'].compute == costs['full'].compute and costs['offload'].host > 0
   assert cost(offload=True)[0].host > 0
+  # Of 16 tokens, at most four, and then one, have their logits at a time.
+  whole = cost(chunks_per_rank=4)[0].head
+  parts = [
+    cost(chunks_per_rank=4, logits_budget_bytes=4 * tokens * 64 * 4)[0].head for tokens in (4, 1)
+  ]
+  assert parts == [pytest.approx(4 * whole), pytest.approx(16 * whole)] and whole > 0
