@@ -369,7 +369,7 @@ class Crew:
     try:
       # A separate thread is used, because a long sample would block the event loop.
       result = await asyncio.get_running_loop().run_in_executor(
-        self._texts, self._read_sample, body, group
+        self._texts, self._read_sample, lease, body, group
       )
     finally:
       # The lease may have ended meanwhile. The sample may then have been compared with completions
@@ -385,11 +385,14 @@ class Crew:
     except ValueError as error:
       raise Misbehaved(one_line(error)) from None
 
-  def _read_sample(self, body: dict[str, Any], group: LentGroup) -> Rollout | RunError:
+  def _read_sample(self, lease: str, body: dict[str, Any], group: LentGroup) -> Rollout | RunError:
     """Checks and decodes the trajectory in a message. Returns an error if the workflow cannot
     decode the trajectory's text. Called in a separate thread. Raises Misbehaved if the message is
-    invalid.
+    invalid, and Gone if the lease has ended.
     """
+    # Samples that an evicted explorer has sent must not delay those of others.
+    if not self._leases.is_held(lease):
+      raise Gone(lease)
     steps = read_steps(body, group, self._bounds)
     verdict = read_verdict(body, steps)
     try:

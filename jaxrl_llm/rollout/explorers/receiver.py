@@ -18,6 +18,7 @@ from aiohttp import web
 from jaxrl_llm.core import background
 from jaxrl_llm.core.errors import one_line
 from jaxrl_llm.core.files import parse_msgpack
+from jaxrl_llm.core.net.server import write
 from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.arrivals import read_sender
 from jaxrl_llm.rollout.explorers.wire import pack
@@ -117,9 +118,9 @@ async def _write(response: web.StreamResponse, request: web.Request, part: bytes
   try:
     if not response.prepared:
       await response.prepare(request)
-    await response.write(part)
+    await write(request, response, part)
   except ConnectionError:
-    pass  # The explorer has disconnected, so the handler is about to be cancelled.
+    pass  # The explorer is disconnected, so the handler is about to be cancelled.
 
 
 async def _read(request: web.Request) -> tuple[str, dict[str, Any]]:

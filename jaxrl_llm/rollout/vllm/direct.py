@@ -18,7 +18,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -28,7 +28,7 @@ from jaxrl_llm.core import background
 from jaxrl_llm.core.errors import one_line
 from jaxrl_llm.core.net.client import Client, Lost, Malformed, Refused
 from jaxrl_llm.core.net.front import MAX_BODY, Handler
-from jaxrl_llm.core.net.server import SERVER, Refusal, begin_upload, parse_object
+from jaxrl_llm.core.net.server import SERVER, Refusal, begin_upload, parse_object, write
 from jaxrl_llm.core.net.tickets import Chain, Ticket, TicketKeys
 from jaxrl_llm.core.net.token_server import TicketHandler
 from jaxrl_llm.rollout.signed_answer import BEAT_S, KEEP_S, SignedPart, empty_part
@@ -78,6 +78,8 @@ class _Answer:
     self.is_complete, self.readers = False, 0
     self.work: asyncio.Task | None = None
     """Task that adds the frames."""
+    self._expiry: asyncio.TimerHandle | None = None
+    """Timer of the call that forgets the answer; None while it is being read."""
     self._chain, self._news = chain, asyncio.Event()
     self._began = time.monotonic()
 
@@ -91,6 +93,16 @@ class _Answer:
     if not self.is_complete:
       self.is_complete, self.refusal = True, refusal
       self._tell()
+
+  def expire(self, forget: Callable[[], None]) -> None:
+    """Calls `forget` in `KEEP_S` seconds, unless `renew` is called before."""
+    self._expiry = asyncio.get_running_loop().call_later(KEEP_S, forget)
+
+  def renew(self) -> None:
+    """Cancels the timer of `expire`, which also holds the answer in memory."""
+    if self._expiry is not None:
+      self._expiry.cancel()
+      self._expiry = None
 
   def _tell(self) -> None:
     self._news.set()
@@ -226,6 +238,7 @@ class SigningFront:
     """
     answer = self._answers[nonce]
     answer.readers += 1
+    answer.renew()
     self._forget_idle(nonce)
     response = web.StreamResponse(headers=SERVER)
     response.content_type = 'application/octet-stream'
@@ -234,7 +247,8 @@ class SigningFront:
         async for data in frames:
           if not response.prepared:
             await response.prepare(request)
-          await response.write(data)
+          if not await write(request, response, data):
+            break
     finally:
       answer.readers -= 1
       if not answer.readers and self._answers.get(nonce) is answer:
@@ -251,7 +265,7 @@ class SigningFront:
 
   def _let_go(self, nonce: str, answer: _Answer) -> None:
     """Keeps an answer that nobody is reading any more, for `KEEP_S` seconds."""
-    asyncio.get_running_loop().call_later(KEEP_S, self._drop_unread, nonce, answer)
+    answer.expire(lambda: self._drop(nonce))
     if answer.is_complete:
       self._idle[nonce] = answer.size
       self._idle_bytes += answer.size
@@ -262,15 +276,12 @@ class SigningFront:
     """Records that an answer is being read, or is no longer kept."""
     self._idle_bytes -= self._idle.pop(nonce, 0)
 
-  def _drop_unread(self, nonce: str, answer: _Answer) -> None:
-    if not answer.readers and self._answers.get(nonce) is answer:
-      self._drop(nonce)
-
   def _drop(self, nonce: str) -> None:
     """Forgets an answer, and ends its request to the server."""
     self._forget_idle(nonce)
     answer = self._answers.pop(nonce, None)
     if answer is not None:
+      answer.renew()
       answer.complete(Refusal(410, 'the ticket has been withdrawn'))
       if answer.work is not None:
         answer.work.cancel()

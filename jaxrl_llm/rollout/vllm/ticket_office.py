@@ -227,7 +227,8 @@ class TicketOffice:
 
   async def completion(self, courier: Courier, errand: Errand, parts: SignedParts) -> Completion:
     """Returns the completion of an errand with these parts. What the courier does not deliver is
-    collected from the front. If this call is cancelled, the ticket is withdrawn.
+    collected from the front. If this call is cancelled, or the server is lost, the ticket is
+    withdrawn.
 
     Raises:
       Undelivered: the courier has not delivered the completion, and nobody has used the ticket.
@@ -257,6 +258,8 @@ class TicketOffice:
       except (Broken, Malformed):
         raise
       except Lost as lost:
+        # The front may still be at work on the answer, and has no deadline.
+        self._withdraw(errand.nonce)
         raise await parts.broken(lost) from None
     except asyncio.CancelledError:
       self._withdraw(errand.nonce)

@@ -662,6 +662,41 @@ def test_a_sample_that_is_read_after_its_lease_has_ended_is_no_reason_to_evict(t
   asyncio.run(check())
 
 
+def test_no_sample_is_checked_whose_lease_has_ended(tmp_path, monkeypatch):
+  """An evicted explorer may have sent any number, and those of others would have to wait."""
+  goes_on, evicted, checked = threading.Event(), threading.Event(), []
+  read = crew.read_steps
+
+  def read_steps(body, *rest):
+    checked.append(body['lease'])
+    assert (goes_on if len(checked) == 1 else evicted).wait(30)
+    return read(body, *rest)
+
+  monkeypatch.setattr(crew, 'read_steps', read_steps)
+
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      await setting.dismiss('a')
+      rogue = setting.link('rogue')
+      wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
+      order = await rogue.call(wire.TAKE)
+      message = {'lease': order['lease'], 'steps': [b'not a sample']}
+      calls = [asyncio.create_task(rogue.call(wire.SAMPLE, **message)) for _ in range(5)]
+      while not checked or setting.crew._texts._work_queue.qsize() < 4:
+        await asyncio.sleep(0)
+      goes_on.set()
+      while not setting.crew.counts['evicted']:
+        await asyncio.sleep(0)
+      evicted.set()
+      await asyncio.gather(*calls, return_exceptions=True)
+      assert len(checked) <= 2, 'the second was begun before the eviction'
+      setting.come('b')
+      assert len(await wanted) == 3
+      await rogue.close()
+
+  asyncio.run(check())
+
+
 def test_a_run_to_which_no_explorer_comes_ends_with_a_line(tmp_path):
   async def check():
     setting = Setting(tmp_path, nobody_s=4 * crew._CHECK_S)

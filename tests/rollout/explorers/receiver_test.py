@@ -128,3 +128,31 @@ def test_a_stream_beats_while_it_waits(monkeypatch):
       assert await streamed(link) == [[1]]
 
   asyncio.run(check())
+
+
+def test_an_explorer_that_does_not_read_its_stream_is_disconnected(monkeypatch):
+  """Its lease may have ended long ago."""
+  monkeypatch.setattr('jaxrl_llm.core.net.server._READ_S', 0.2)
+
+  async def stream(sender, body, send):
+    send(bytes(1 << 24))
+    send(None)
+    return Reply()
+
+  async def check():
+    application = Receiver({}, {STREAMED: stream}).application
+    listener = listening(application, name='test', front=None, routes=())
+    async with asyncio.timeout(30), background.messages().entered(listener) as (address, _):
+      reader, writer = await asyncio.open_unix_connection(address.removeprefix('unix:'))
+      message = wire.pack({'name': 'a', 'secret': 's' * 32})
+      head = f'POST {STREAMED} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(message)}\r\n\r\n'
+      writer.write(head.encode() + message)
+      await asyncio.sleep(2.0)  # The reader's buffer is full after 128 KiB.
+      received = 0
+      with contextlib.suppress(ConnectionError):
+        while part := await reader.read(1 << 20):
+          received += len(part)
+      assert received < 1 << 24
+      writer.close()
+
+  asyncio.run(check())

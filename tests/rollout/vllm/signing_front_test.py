@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 
 import aiohttp
 import msgpack
@@ -14,10 +15,11 @@ from fronts import Upstream
 
 from jaxrl_llm.core.net.client import Lost, Malformed
 from jaxrl_llm.core.net.tickets import TicketKeys
-from jaxrl_llm.rollout.api import Request
+from jaxrl_llm.rollout.api import Request, Undelivered
 from jaxrl_llm.rollout.vllm import direct
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.direct import COLLECT_PATH, FRONT_PATH, SIGNED_PATH, WITHDRAW_PATH
+from jaxrl_llm.rollout.vllm.stream import Broken
 from jaxrl_llm.rollout.vllm.ticket_office import TicketOffice
 
 BODY = b'{"request_id": "r/0"}'
@@ -40,8 +42,12 @@ class Front:
 
   async def post(self, ticket, body=BODY):
     """(status, body of the response)"""
+    return await self.send(KEYS.header(ticket), body)
+
+  async def send(self, authorization, body):
+    """(status, body of the response) of a request with a ticket in the header `authorization`."""
     async with (
-      aiohttp.ClientSession(headers={'Authorization': KEYS.header(ticket)}) as session,
+      aiohttp.ClientSession(headers={'Authorization': authorization}) as session,
       session.post(self.address + SIGNED_PATH, data=body) as response,
     ):
       return response.status, await response.read()
@@ -62,10 +68,11 @@ class Front:
 
 
 @contextlib.asynccontextmanager
-async def signing(folder, goes_on=None):
+async def signing(folder, goes_on=None, finish='length'):
   """
   Args:
     goes_on: event after which the server answers; None if it answers at once.
+    finish: reason for the end of each completion.
   """
 
   async def answer(request):
@@ -77,7 +84,7 @@ async def signing(folder, goes_on=None):
       {
         'choices': [
           {
-            'finish_reason': 'length',
+            'finish_reason': finish,
             'token_ids': [token],
             'logprobs': {'content': [{'token_id': token, 'logprob': -1.0}]},
             'weight_versions': [{'version': '0.1', 'start': 0, 'end': 1}],
@@ -256,6 +263,85 @@ def test_answers_that_nobody_reads_take_limited_memory_and_time(tmp_path, monkey
       await front.post(ticket)
       while (await ask(front, COLLECT_PATH, nonce=ticket.nonce, first=9))[0] == 200:
         await asyncio.sleep(0.01)
+
+  run(main)
+
+
+def answers_in_memory():
+  """The answers that are in memory."""
+  gc.collect()
+  return [each for each in gc.get_objects() if isinstance(each, direct._Answer)]
+
+
+def test_an_answer_that_gives_way_is_no_longer_in_memory(tmp_path, monkeypatch):
+  monkeypatch.setattr(direct, '_MAX_IDLE_BYTES', 0)
+
+  async def main():
+    async with signing(tmp_path) as front:
+      for _ in range(3):
+        assert (await front.post(await front.ticket()))[0] == 200
+      async with asyncio.timeout(PATIENCE_S):
+        while answers_in_memory():
+          await asyncio.sleep(0.1)
+
+  run(main)
+
+
+def test_an_answer_is_kept_for_some_time_after_its_last_reader(tmp_path, monkeypatch):
+  async def main():
+    async with signing(tmp_path) as front:
+      ticket = await front.ticket()
+      monkeypatch.setattr(direct, 'KEEP_S', 0.5)
+      assert (await front.post(ticket))[0] == 200
+      monkeypatch.setattr(direct, 'KEEP_S', 1000.0)
+      assert (await ask(front, COLLECT_PATH, nonce=ticket.nonce, first=0))[0] == 200
+      await asyncio.sleep(1.0)
+      assert (await ask(front, COLLECT_PATH, nonce=ticket.nonce, first=0))[0] == 200
+
+  run(main)
+
+
+def test_a_reader_that_takes_nothing_is_disconnected(tmp_path, monkeypatch):
+  """Otherwise, each ticket of an explorer could occupy memory for good."""
+  monkeypatch.setattr('jaxrl_llm.core.net.server._READ_S', 0.2)
+  monkeypatch.setattr(direct, 'KEEP_S', 0.0)
+
+  async def main():
+    async with signing(tmp_path, finish='x' * (1 << 24)) as front:
+      ticket = await front.ticket()
+      async with front.sending(ticket, length=len(BODY)) as (reader, writer):
+        writer.write(BODY)
+        reader._transport.pause_reading()
+        await until(lambda: front.upstream.seen)
+        async with asyncio.timeout(PATIENCE_S):
+          while await asyncio.to_thread(answers_in_memory):
+            await asyncio.sleep(0.1)
+
+  run(main)
+
+
+def test_the_fleet_ends_the_request_whose_answer_it_cannot_wait_for(tmp_path, monkeypatch):
+  """An explorer that stays connected would otherwise keep its place at the server."""
+  monkeypatch.setattr('jaxrl_llm.rollout.vllm.ticket_office._LEAST_S', 0.2)
+
+  async def main():
+    async with signing(tmp_path, asyncio.Event()) as front:
+
+      class Courier:
+        async def fetch(self, errand):
+          self.posting = asyncio.create_task(front.send(errand.authorization, errand.body))
+          await until(lambda: front.upstream.seen)
+          raise Undelivered('late')
+
+      courier = Courier()
+      client = VllmClient(front.address, key=SERVERS)
+      request = Request(uid='a', prompt=(1,), max_tokens=1, key=(0,), courier=courier)
+      how = {'seed': 0, 'deadline_s': 0.2, 'stream': None, 'is_known': lambda: True}
+      with pytest.raises(Broken):
+        await client.fetch(request, 0, **how)
+      await front.upstream.cancelled.wait()
+      assert (await courier.posting)[0] == 410
+      await client.close()
 
   run(main)
 
