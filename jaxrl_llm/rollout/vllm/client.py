@@ -280,8 +280,9 @@ class VllmClient:
   async def _unless_closed(
     self, fetch: Coroutine[Any, Any, Completion], parts: SignedParts
   ) -> Completion:
-    """Returns the result of a coroutine. Cancels it and raises Broken once this client is closed,
-    for example because the server has left: its host may answer nobody any more.
+    """Returns the result of a coroutine. Cancels it once this client is closed, for example because
+    the server has left: its host may answer nobody any more. Raises Broken then, unless all parts
+    have been delivered.
 
     Args:
       parts: parts of the completion that have been delivered.
@@ -292,7 +293,7 @@ class VllmClient:
       # Wait 'completion': bounded by the errand's deadline.
       await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
       if not tasks[0].done():
-        raise await parts.broken('the client has been closed')
+        return await parts.given_up('the client has been closed')
       return tasks[0].result()
     finally:
       for task in tasks:

@@ -126,13 +126,17 @@ class SignedParts:
     self.outcome = answer
     return answer
 
-  async def broken(self, why: object) -> Broken:
-    """Returns the error for an answer whose other parts are lost. It contains the tokens that may
-    be kept. Raises Malformed if the tokens do not match the request.
+  async def given_up(self, why: object) -> Completion:
+    """Ends an answer whose further parts are lost. Returns the completion if there are none.
+
+    Raises:
+      Broken: parts are missing. The error contains the tokens that may be kept.
+      Malformed, UserError: the answer does not match the request.
     """
-    begun = await self._result()
-    assert not isinstance(begun, Completion), 'the last part has not arrived'
-    return self._broken(begun, str(why))
+    answer = await self._result()
+    if isinstance(answer, Begun):
+      raise self._broken(answer, str(why))
+    return answer
 
   def _broken(self, begun: Begun, why: str) -> Broken:
     count = len(begun.tokens) + begun.lost
@@ -254,13 +258,13 @@ class TicketOffice:
         self._front = None  # The front may have been restarted.
         if not parts.count:
           raise why from None
-        raise await parts.broken(refused) from None
+        return await parts.given_up(refused)
       except (Broken, Malformed):
         raise
       except Lost as lost:
         # The front may still be at work on the answer, and has no deadline.
         self._withdraw(errand.nonce)
-        raise await parts.broken(lost) from None
+        return await parts.given_up(lost)
     except asyncio.CancelledError:
       self._withdraw(errand.nonce)
       raise

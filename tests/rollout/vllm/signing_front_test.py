@@ -15,6 +15,7 @@ from fronts import Upstream
 
 from jaxrl_llm.core.net.client import Lost, Malformed
 from jaxrl_llm.core.net.tickets import TicketKeys
+from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Request, Undelivered
 from jaxrl_llm.rollout.vllm import direct
 from jaxrl_llm.rollout.vllm.client import VllmClient
@@ -385,6 +386,32 @@ def test_a_server_that_has_left_keeps_no_request_waiting_for_an_explorer(tmp_pat
       with pytest.raises(Lost, match='has been closed'):
         await fetching
       assert len(ended) == 1
+
+  run(main)
+
+
+def test_an_answer_whose_last_part_has_arrived_survives_the_end_of_the_client(tmp_path):
+  """The parts of a long answer are still being read then."""
+  delivered = asyncio.Event()
+
+  async def main():
+    async with signing(tmp_path) as front:
+
+      class Courier:
+        async def fetch(self, errand):
+          _, signed = await front.send(errand.authorization, errand.body)
+          await errand.parts.add(*msgpack.unpackb(signed))
+          delivered.set()
+          await asyncio.Event().wait()
+
+      client = VllmClient(front.address, key=SERVERS)
+      client._labels['0.1'] = Version(0, 1)
+      request = Request(uid='a', prompt=(1,), max_tokens=1, key=(0,), courier=Courier())
+      how = {'seed': 0, 'deadline_s': 1000.0, 'stream': None, 'is_known': lambda: True}
+      fetching = asyncio.create_task(client.fetch(request, 0, **how))
+      await delivered.wait()
+      await client.close()
+      assert (await fetching).tokens.tolist() == [1]
 
   run(main)
 
