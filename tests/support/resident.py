@@ -96,9 +96,7 @@ def main(directory, reader, processes, process, port):
     )  # fmt: skip
 
     def begin():
-      describe(
-        model.directory, spec, dtype='bfloat16', tokenizer_dir=None, eos_ids=(1,), pad_id=0
-      )
+      describe(model.directory, spec, dtype='bfloat16', tokenizer_dir=None, eos_ids=(1,), pad_id=0)
 
     these = Process(coordinator=coordinator, device=device, mesh=mesh)
     await export_together(these, model, None if process else begin, digests=False)
