@@ -172,7 +172,7 @@ class SigningFront:
     """Passes the request on to the server, and responds with the signed parts of its answer."""
     body = await self._redeem(request, ticket)
     answer = self._answers[ticket.nonce] = _Answer(self._keys.chain(ticket))
-    answer.work = asyncio.create_task(self._work(answer, body))
+    answer.work = asyncio.create_task(self._work(ticket.nonce, answer, body))
     return await self._send(request, ticket.nonce, 0)
 
   async def _collect(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -267,10 +267,14 @@ class SigningFront:
     """Keeps an answer that nobody is reading any more, for `KEEP_S` seconds."""
     answer.expire(lambda: self._drop(nonce))
     if answer.is_complete:
-      self._idle[nonce] = answer.size
-      self._idle_bytes += answer.size
-      while self._idle_bytes > _MAX_IDLE_BYTES:
-        self._drop(next(iter(self._idle)))
+      self._count_idle(nonce, answer)
+
+  def _count_idle(self, nonce: str, answer: _Answer) -> None:
+    """Counts a complete answer that nobody is reading, and drops the oldest beyond the limit."""
+    self._idle[nonce] = answer.size
+    self._idle_bytes += answer.size
+    while self._idle_bytes > _MAX_IDLE_BYTES:
+      self._drop(next(iter(self._idle)))
 
   def _forget_idle(self, nonce: str) -> None:
     """Records that an answer is being read, or is no longer kept."""
@@ -286,7 +290,7 @@ class SigningFront:
       if answer.work is not None:
         answer.work.cancel()
 
-  async def _work(self, answer: _Answer, body: bytes) -> None:
+  async def _work(self, nonce: str, answer: _Answer, body: bytes) -> None:
     """Has the server answer a request, and adds the signed parts to `answer`."""
     refusal: Refusal | None = Refusal(502, 'the front failed')
     try:
@@ -307,6 +311,8 @@ class SigningFront:
       answer.add(empty_part(broken=one_line(lost)))
     finally:
       answer.complete(refusal)
+      if not answer.readers and self._answers.get(nonce) is answer:
+        self._count_idle(nonce, answer)
 
   async def _parts(self, body: bytes) -> AsyncGenerator[SignedPart, None]:
     """Yields the parts of the server's answer; the last one has its end.

@@ -288,6 +288,23 @@ def test_an_answer_that_gives_way_is_no_longer_in_memory(tmp_path, monkeypatch):
   run(main)
 
 
+def test_answers_whose_readers_left_before_their_end_count_as_well(tmp_path, monkeypatch):
+  monkeypatch.setattr(direct, '_MAX_IDLE_BYTES', 0)
+
+  async def main():
+    goes_on = asyncio.Event()
+    async with signing(tmp_path, goes_on) as front:
+      async with front.sending(await front.ticket(), length=len(BODY)) as (_, writer):
+        writer.write(BODY)
+        await until(lambda: front.upstream.seen)
+      goes_on.set()
+      async with asyncio.timeout(PATIENCE_S):
+        while answers_in_memory():
+          await asyncio.sleep(0.1)
+
+  run(main)
+
+
 def test_an_answer_is_kept_for_some_time_after_its_last_reader(tmp_path, monkeypatch):
   async def main():
     async with signing(tmp_path) as front:
