@@ -40,8 +40,8 @@ number of unauthenticated connections. The maximum is high because a trainer ope
 """
 _BODY_S = 60.0
 """Maximum seconds between two chunks of a request body."""
-_READ_S, _READ_BYTES = 60.0, 1 << 20
-"""Maximum seconds in which a client must take this many bytes of a response (`write`)."""
+_READ_BYTES = 1 << 20
+"""Number of bytes of a response that a client must take within the time limit of `write`."""
 _DESCRIPTORS = 1 << 16
 """Limit on open files that a process with a server sets for itself. A proxied request needs two
 descriptors.
@@ -249,16 +249,18 @@ async def begin_upload(request: web.BaseRequest, limit: int) -> Upload:
   return upload
 
 
-async def write(request: web.BaseRequest, response: web.StreamResponse, data: bytes) -> bool:
-  """Writes a part of a response. Disconnects a client that does not read, because its response
-  would stay in memory. Returns whether the client is still connected.
+async def write(
+  request: web.BaseRequest, response: web.StreamResponse, data: bytes, *, read_s: float
+) -> bool:
+  """Writes a part of a response. Disconnects a client that does not read for `read_s` seconds,
+  because its response would stay in memory. Returns whether the client is still connected.
 
   Raises:
     ConnectionError: the client has disconnected.
   """
   for start in range(0, len(data), _READ_BYTES):
     try:
-      async with asyncio.timeout(_READ_S):
+      async with asyncio.timeout(read_s):
         await response.write(data[start : start + _READ_BYTES])
     except TimeoutError:
       if request.transport is not None:

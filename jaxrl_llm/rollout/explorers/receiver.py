@@ -24,6 +24,10 @@ from jaxrl_llm.rollout.explorers.arrivals import read_sender
 from jaxrl_llm.rollout.explorers.wire import pack
 
 _MAX_MESSAGE_BYTES = 256 << 20
+_READ_S = 3600.0
+"""Seconds after which an explorer that does not read its stream is disconnected. A workflow may
+read a completion only after the one before it was scored, for example.
+"""
 
 
 class Reply(NamedTuple):
@@ -92,7 +96,16 @@ class Receiver:
     answering = asyncio.create_task(
       background.run_in(self._crew, self._streams[request.path](sender, body, send))
     )
-    answering.add_done_callback(lambda _: parts.put_nowait(None))
+    handler = asyncio.current_task()
+    assert handler is not None
+
+    def end(answering: asyncio.Task[Reply]) -> None:
+      parts.put_nowait(None)
+      # An explorer that does not read may keep the handler waiting, even after its lease has ended.
+      if answering.cancelled():
+        handler.cancel()
+
+    answering.add_done_callback(end)
     response = web.StreamResponse()
     try:
       while True:
@@ -106,6 +119,7 @@ class Receiver:
         await _write(response, request, part)
       reply = answering.result()
     finally:
+      answering.remove_done_callback(end)
       answering.cancel()
       await asyncio.gather(answering, return_exceptions=True)
     if not response.prepared and reply.status != 200:
@@ -118,7 +132,7 @@ async def _write(response: web.StreamResponse, request: web.Request, part: bytes
   try:
     if not response.prepared:
       await response.prepare(request)
-    await write(request, response, part)
+    await write(request, response, part, read_s=_READ_S)
   except ConnectionError:
     pass  # The explorer is disconnected, so the handler is about to be cancelled.
 

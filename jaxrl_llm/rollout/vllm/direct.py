@@ -48,6 +48,8 @@ tokens are used.
 """
 _UPSTREAM_PATH = '/inference/v1/generate'
 _MAX_ANSWER_BYTES = 1 << 28
+_READ_S = 60.0
+"""Seconds after which a reader that takes nothing is disconnected."""
 _MAX_IDLE_BYTES = 1 << 28
 """Maximum size in bytes of all complete answers that nobody is reading."""
 _MAX_MESSAGE = 1 << 20
@@ -247,7 +249,7 @@ class SigningFront:
         async for data in frames:
           if not response.prepared:
             await response.prepare(request)
-          if not await write(request, response, data):
+          if not await write(request, response, data, read_s=_READ_S):
             break
     finally:
       answer.readers -= 1

@@ -130,12 +130,21 @@ def test_a_stream_beats_while_it_waits(monkeypatch):
   asyncio.run(check())
 
 
-def test_an_explorer_that_does_not_read_its_stream_is_disconnected(monkeypatch):
-  """Its lease may have ended long ago."""
-  monkeypatch.setattr('jaxrl_llm.core.net.server._READ_S', 0.2)
+@pytest.mark.parametrize('ends', [True, False])
+def test_an_explorer_that_does_not_read_its_stream_is_disconnected(monkeypatch, ends):
+  """
+  Args:
+    ends: whether its lease ends.
+  """
+  if not ends:
+    monkeypatch.setattr(receiver, '_READ_S', 0.2)
 
   async def stream(sender, body, send):
     send(bytes(1 << 24))
+    if ends:
+      await asyncio.sleep(1.0)
+      asyncio.current_task().cancel()
+      await asyncio.sleep(60)
     send(None)
     return Reply()
 

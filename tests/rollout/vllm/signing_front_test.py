@@ -321,7 +321,7 @@ def test_an_answer_is_kept_for_some_time_after_its_last_reader(tmp_path, monkeyp
 
 def test_a_reader_that_takes_nothing_is_disconnected(tmp_path, monkeypatch):
   """Otherwise, each ticket of an explorer could occupy memory for good."""
-  monkeypatch.setattr('jaxrl_llm.core.net.server._READ_S', 0.2)
+  monkeypatch.setattr(direct, '_READ_S', 0.2)
   monkeypatch.setattr(direct, 'KEEP_S', 0.0)
 
   async def main():
