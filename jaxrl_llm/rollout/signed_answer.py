@@ -24,7 +24,7 @@ KEEP_S = 120.0
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SignedPart:
   """Consecutive tokens of a server's answer to a request for one sample, in the form that its front
-  signs. An empty part without an end is a sign of life.
+  signs. An empty part without an end is a sign of life, of the front alone if `is_waiting`.
   """
 
   tokens: Int32[np.ndarray, 'time']
@@ -39,6 +39,8 @@ class SignedPart:
   """
   broken: str = ''
   """Reason why the server's answer has broken off after this part; empty if it has not."""
+  is_waiting: bool = False
+  """Whether the server had not begun to answer when the part was signed."""
   age_s: float = 0.0
   """Seconds from the use of the ticket until the part was signed. They show how long the part was
   on its way.
@@ -56,6 +58,7 @@ class SignedPart:
         'finish': self.finish,
         'spans': [list(span) for span in self.spans],
         'broken': self.broken,
+        'is_waiting': self.is_waiting,
         'age_s': self.age_s,
       }
     )
@@ -75,14 +78,19 @@ class SignedPart:
       finish=row['finish'],
       spans=[(str(label), int(start), int(end)) for label, start, end in row['spans']],
       broken=str(row['broken']),
+      is_waiting=bool(row['is_waiting']),
       age_s=float(row['age_s']),
     )
 
 
-def empty_part(*, finish: str | None = None, broken: str = '') -> SignedPart:
+def empty_part(
+  *, finish: str | None = None, broken: str = '', is_waiting: bool = False
+) -> SignedPart:
   """Returns a part without tokens."""
   none = np.zeros(0, np.int32), np.zeros(0, np.float32)
-  return SignedPart(tokens=none[0], logprobs=none[1], finish=finish, broken=broken)
+  return SignedPart(
+    tokens=none[0], logprobs=none[1], finish=finish, broken=broken, is_waiting=is_waiting
+  )
 
 
 def joined_parts(parts: Sequence[SignedPart]) -> SignedPart:

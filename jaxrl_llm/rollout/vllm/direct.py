@@ -359,18 +359,18 @@ class SigningFront:
 
 async def _beating(parts: AsyncGenerator[SignedPart, None]) -> AsyncGenerator[SignedPart, None]:
   """Yields the parts, and an empty part after each `BEAT_S` seconds without one."""
-  pending = asyncio.ensure_future(anext(parts))
+  pending, is_waiting = asyncio.ensure_future(anext(parts)), True
   try:
     while True:
       if not (await asyncio.wait({pending}, timeout=BEAT_S))[0]:
-        yield empty_part()
+        yield empty_part(is_waiting=is_waiting)
         continue
       try:
         part = pending.result()
       except StopAsyncIteration:
         return
       yield part
-      pending = asyncio.ensure_future(anext(parts))
+      pending, is_waiting = asyncio.ensure_future(anext(parts)), False
   finally:
     pending.cancel()
     await asyncio.gather(pending, return_exceptions=True)

@@ -43,8 +43,8 @@ _MAX_FRAME = 1 << 28
 
 Read = Callable[[SignedPart, int, float], Completion | Begun]
 """Function of (joined parts, number of tokens that arrived while the weights were known, event loop
-time at which the first part arrived) that returns the completion, or its beginning if the answer
-broke off. It raises Malformed or UserError if the answer does not match the request.
+time at which the server's answer began to arrive) that returns the completion, or its beginning if
+the answer broke off. It raises Malformed or UserError if the answer does not match the request.
 """
 
 Call = Callable[..., Awaitable[Json]]
@@ -73,7 +73,8 @@ class SignedParts:
       chain: signatures of the answer.
       is_known: returns whether the server's weights were known when the request was sent, and no
         update of the server has begun since.
-      arrived: called after each part, with the event loop time at which the first part arrived.
+      arrived: called after each part that the server has begun to answer, with the event loop time
+        at which the answer began to arrive.
       name: name of the server, for messages.
     """
     self._chain, self._read, self._is_known, self._arrived = chain, read, is_known, arrived
@@ -105,12 +106,14 @@ class SignedParts:
       raise
 
   async def _accept(self, data: bytes) -> Completion | None:
-    self._begun = min(self._begun, asyncio.get_running_loop().time())
+    arrival = asyncio.get_running_loop().time()
     self.count += 1
     try:
       part = SignedPart.decode(data)
     except (ValueError, KeyError, TypeError) as error:
       raise Malformed(f'{self._name}: signed {type(error).__name__}: {error}') from None
+    if not part.is_waiting:
+      self._begun = min(self._begun, arrival)
     self.age_s = part.age_s
     self._tokens += len(part.tokens)
     if self._is_known():
@@ -118,7 +121,9 @@ class SignedParts:
     if len(part.tokens) or part.is_last or not self._parts:
       self._parts.append(part)
     if not part.is_last:
-      self._arrived(self._begun)
+      # Before the server answers, its process may still be replaced by another one.
+      if not part.is_waiting:
+        self._arrived(self._begun)
       return None
     answer = await self._result()
     if isinstance(answer, Begun):

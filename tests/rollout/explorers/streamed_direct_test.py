@@ -5,10 +5,12 @@ lost, and how many places at servers an explorer can keep.
 import asyncio
 import collections
 import contextlib
+import math
 
 import fleets
 import pytest
 from direct import direct_fleet, run
+from fake_vllm import Fault
 from fleets import A, B, until
 from following import GREEDY, LONG, Greedy, check, recognised, until_sent
 from serving import ask, request
@@ -170,6 +172,29 @@ def test_an_answer_of_a_server_that_hangs_goes_on_elsewhere(tmp_path, monkeypatc
       assert [segment.end for segment in completion.segments] == [29, LONG]
       assert fleet.counts['kept_tokens'] == 29 and hand.counts['direct_expired'] == 0
       await until(lambda: made[0].server._core.running == 0)  # The front has given it up.
+
+  run(main)
+
+
+def test_a_front_that_waits_for_its_server_does_not_show_which_process_will_answer(
+  tmp_path, monkeypatch
+):
+  """A server process that is replaced before it answers had other weights than the one before."""
+  monkeypatch.setattr(direct, 'BEAT_S', 0.02)
+
+  async def main():
+    async with direct_fleet(tmp_path, **FAST) as ((place,), fleet), Hand() as hand:
+      place.faults.fault, place.faults.times = Fault.HANG, 1
+      hand.work(hand.be_honest())
+      looks = place.server.requests['/weight_info']
+      _, asking = hand.asking(fleet)
+      await until(lambda: hand.begun)
+      parts = hand.errands._open[hand.begun[0]['nonce']].errand.parts
+      await until(lambda: parts.count >= 5)
+      assert place.server.requests['/weight_info'] == looks
+      assert all(part.is_waiting for part in parts._parts) and parts._begun == math.inf
+      asking.cancel()
+      await asyncio.gather(asking, return_exceptions=True)
 
   run(main)
 
