@@ -45,6 +45,7 @@ def test_explorers_fetch_the_completions_of_a_job_and_one_of_them_is_killed(tmp_
   # The killed explorer may have had six groups of four in hand, of which the engine fetched some.
   assert delivered >= 4 * 6 * 4 - undelivered and undelivered <= 3 * 4
   assert sum(row['perf/direct_refused'] for row in steps) == 0
+  assert all({'perf/direct_expired', 'perf/direct_late'} <= row.keys() for row in steps)
   assert sum(row['run/engine_void'] + row['run/engine_restarts'] for row in steps) == 0
   report = audit(run / 'replay')
   assert report.ok and report.states['trained'] == 4 * 6 * 4, report.lines

@@ -49,6 +49,7 @@ WRITTEN_ELSEWHERE = {
   'explorers': ('perf/explorers', 'perf/explorers_lost_groups'),
   'rollout.explorers.direct': (
     *('perf/direct_delivered', 'perf/direct_undelivered', 'perf/direct_refused'),
+    *('perf/direct_expired', 'perf/direct_late'),
   ),
   'an archive': ('perf/archive_s', 'perf/archive_bytes'),
   'devices that report it': ('perf/max_memory_allocated_gb',),
