@@ -319,7 +319,11 @@ def test_gradients_of_kernels_travel_in_bfloat16_on_request(on_gpus, changed_on_
 
 def test_excess_memory_is_refused_with_its_size():
   huge = MODEL | dict(hidden_size=8192, intermediate_size=131_072, num_hidden_layers=1)
-  error = dry_run('v5e:1x1', '--config.stages.0.optimizer.offload=false', model=huge, expect=2)
+  settled = (
+    '--config.stages.0.optimizer.offload=false',
+    f'--config.learner.logits_budget_bytes={1 << 26}',
+  )
+  error = dry_run('v5e:1x1', *settled, model=huge, expect=2)
   assert re.search(
     r'^error: topology v5e:1x1: update of grpo[^\n]*more memory than a device has', error, re.M
   )
