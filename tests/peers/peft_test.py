@@ -73,9 +73,8 @@ def write(folder, name):
     else base,
   )
   write_model('merged', lora.merge(whole, options.lora))
-  export_adapter(
-    folder / 'adapter', flatten(trained).items(), spec, options.lora, base=str(folder / 'base')
-  )
+  leaves = flatten(jax.device_get(trained)).items()
+  export_adapter(folder / 'adapter', leaves, spec, options.lora, base=str(folder / 'base'))
   np.save(folder / 'tokens.npy', tokens_of(name))
   return logits(model, whole, tokens_of(name))
 
