@@ -607,7 +607,7 @@ def test_a_streamed_answer_equals_a_whole_one(pair, tmp_path):
         assert len(begun.tokens) < 80
         assert begun.tokens.tolist() == whole.tokens[: len(begun.tokens)].tolist()
       async with asyncio.timeout(30):
-        while client._recognised <= 0:  # Looked up beside the streams.
+        while client._recognition.recognised <= 0:  # Looked up beside the streams.
           await asyncio.sleep(0.1)
 
   asyncio.run(main())

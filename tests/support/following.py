@@ -62,9 +62,10 @@ def check(asked, completion):
 
 async def recognised(fleet, place):
   """Waits until what the server has sent so far would be kept, and has arrived."""
-  server, looks = fleet.replicas[place.number].client, place.server.requests['/weight_info']
-  await until(lambda: looks < place.server.requests['/weight_info'] or server._recognised > 0)
-  await until(lambda: server._look is None)
+  recognition = fleet.replicas[place.number].client._recognition
+  looks = place.server.requests['/weight_info']
+  await until(lambda: looks < place.server.requests['/weight_info'] or recognition.recognised > 0)
+  await until(lambda: recognition.looking is None)
   await asyncio.sleep(0.05)
 
 

@@ -29,7 +29,7 @@ from jaxrl_llm.rollout.api import Completion, Request, Undelivered
 from jaxrl_llm.rollout.signed_answer import SignedPart
 from jaxrl_llm.rollout.vllm.answer import Begun, read_completion, read_parts, read_stream
 from jaxrl_llm.rollout.vllm.publication import Publication
-from jaxrl_llm.rollout.vllm.stream import Arrivals, Broken
+from jaxrl_llm.rollout.vllm.stream import Arrivals, Broken, Recognition
 from jaxrl_llm.rollout.vllm.ticket_office import SignedParts, TicketOffice
 
 MODEL = 'policy'
@@ -49,8 +49,6 @@ _MAX_ANSWER_BYTES = 1 << 28
 """Maximum size of a response in bytes. The longest responses are lists of all tensors."""
 _DRAFTED_TOKENS = 'vllm:spec_decode_num_draft_tokens_total'
 """Name of the server's counter of drafted tokens."""
-_LOOK_S = 1.0
-"""Minimum seconds between two requests for the label of a server that is streaming answers."""
 _VERIFY_S, _LONGEST_VERIFY_S = 0.01, 0.2
 """First and longest interval, in seconds, between two requests that ask the workers whether they
 have verified the files. The interval doubles each time.
@@ -101,12 +99,7 @@ class VllmClient:
     """Versions published through this client, keyed by label. Completions with other labels are
     rejected.
     """
-    self._look: asyncio.Task | None = None
-    self._looked = self._recognised = -math.inf
-    """Start of the last request for the server's label, and start of the last such request that
-    returned a label of this run, as event loop times. `_look` is the task of the request in
-    progress. All three are used only in the event loop for responses.
-    """
+    self._recognition = Recognition(self._shown_label, self._labels)
     self._cache_salt: str | None = None
     """Cache salt that new requests send; requests share cached keys and values only if their salts
     are equal. See `separate_cache`.
@@ -259,7 +252,7 @@ class VllmClient:
         self._read_parts, request, None if self.adapter is None else self.adapter.label
       ),
       is_known=is_known,
-      arrived=self._recognise_soon,
+      arrived=self._recognition.look_soon,
     )
     fetching = self._tickets.completion(request.courier, errand, parts)
     return await self._unless_closed(fetching, parts)
@@ -271,7 +264,7 @@ class VllmClient:
     return read_parts(
       part,
       request,
-      known=known if self._recognised >= begun else 0,
+      known=known if self._recognition.is_since(begun) else 0,
       engine=self.name,
       labels=self._labels,
       adapter=adapter,
@@ -378,7 +371,7 @@ class VllmClient:
           arrivals.add(part)
           if arrivals.size > _MAX_ANSWER_BYTES:
             raise Malformed(f'{label}: answered more than {_MAX_ANSWER_BYTES} bytes')
-          self._recognise(begun)
+          self._recognition.look(begun)
     except Malformed:
       raise
     except Lost as error:
@@ -388,7 +381,7 @@ class VllmClient:
       read_stream,
       arrivals.whole(),
       request,
-      known=arrivals.known if self._recognised >= begun else 0,
+      known=arrivals.known if self._recognition.is_since(begun) else 0,
       name=f'{_NAME}{body["request_id"]}',
       engine=self.name,
       labels=self._labels,
@@ -400,40 +393,16 @@ class VllmClient:
       raise Broken(f'{why} (after {count} tokens)', answer)
     return answer
 
-  def _recognise_soon(self, begun: float) -> None:
-    """Calls `_recognise` in the event loop for responses, if that is necessary."""
-    if self._recognised < begun:
-      background.responses().call_soon(self._recognise, begun)
-
-  def _recognise(self, begun: float) -> None:
-    """Starts a request for the server's label, to check that the server is not a new process with
-    other weights. Only a server whose weights this run has loaded has a label of this run.
-
-    Does nothing if the server has returned such a label since the answer began, if a request is in
-    progress, or if the last request was less than `_LOOK_S` seconds ago.
-
-    Args:
-      begun: event loop time at which the answer began.
-    """
-    now = asyncio.get_running_loop().time()
-    if self._recognised >= begun or self._look is not None or now < self._looked + _LOOK_S:
-      return
-    self._looked = now
-    self._look = asyncio.create_task(self._look_at_label(now))
-
-  async def _look_at_label(self, begun: float) -> None:
+  async def _shown_label(self) -> str:
+    """Returns the server's label, like `served_label`. Called in the event loop for responses."""
     label = f'{self.name}: {_WEIGHT_INFO}'
-    try:
-      async with self._samples.request(
-        'GET', _WEIGHT_INFO, label=label, deadline_s=_LABEL_S, headers=_CLOSE
-      ) as response:
-        answer = parse_json(await response.read(), label)
-      if isinstance(answer, dict) and answer.get('weight_version') in self._labels:
-        self._recognised = begun
-    except RemoteError:
-      pass  # The next part of an answer starts another request for the label.
-    finally:
-      self._look = None
+    async with self._samples.request(
+      'GET', _WEIGHT_INFO, label=label, deadline_s=_LABEL_S, headers=_CLOSE
+    ) as response:
+      answer = parse_json(await response.read(), label)
+    if not isinstance(answer, dict):
+      raise Malformed(f'{label}: answered {str(answer)[:80]}')
+    return str(answer.get('weight_version'))
 
   async def warm_up(self, *, sampled: bool, deadline_s: float) -> None:
     """Makes the server compile its programs: sends a greedy request and, if `sampled`, a seeded

@@ -5,7 +5,8 @@ A server names the versions that sampled an answer only in the answer's last eve
 missing, a token is kept only if the weights that sampled it are known nevertheless. They are known
 to be the weights that the server was proven to have loaded when the request was sent, under two
 conditions. First, the token arrived before the next update of the server began. Second, the server
-has proved meanwhile that it is not a new process with other weights. Other tokens are lost.
+has proved meanwhile that it is not a new process with other weights (`Recognition`). Other tokens
+are lost.
 
 Invariant: the tokens of an answer match its request, even if several servers sampled them. Every
 segment names the version and the server that sampled it.
@@ -13,15 +14,22 @@ segment names the version and the server that sampled it.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Container, Coroutine
+from typing import Any
 
-from jaxrl_llm.core.net.client import Lost
+from jaxrl_llm.core import background
+from jaxrl_llm.core.net.client import Lost, RemoteError
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.records.span import Span, joined
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import LOST, Completion, Request
 from jaxrl_llm.rollout.vllm.answer import Begun
+
+_LOOK_S = 1.0
+"""Minimum seconds between two requests for the label of a server that is sending answers."""
 
 
 class Arrivals:
@@ -50,6 +58,61 @@ class Arrivals:
 
   def whole(self) -> bytes:
     return b''.join(self._parts)
+
+
+class Recognition:
+  """Checks, while a server sends answers, that the server is not a new process with other weights.
+  Only a server whose weights this run has loaded has a label of this run.
+
+  Attributes:
+    recognised: event loop time of the start of the last request that returned a label of this run;
+      minus infinity before the first. It can be compared with times of other event loops.
+    looking: task of the request in progress; None if there is none.
+  """
+
+  def __init__(self, shown_label: Callable[[], Coroutine[Any, Any, str]], labels: Container[str]):
+    """
+    Args:
+      shown_label: requests the server's label. Called in the event loop for responses. It may raise
+        RemoteError.
+      labels: labels of this run.
+    """
+    self._shown_label, self._labels = shown_label, labels
+    self.recognised = self._looked = -math.inf
+    self.looking: asyncio.Task | None = None
+
+  def is_since(self, begun: float) -> bool:
+    """Returns whether the server has been recognised since an answer began at time `begun`."""
+    return self.recognised >= begun
+
+  def look_soon(self, begun: float) -> None:
+    """Calls `look` in the event loop for responses, if that is necessary."""
+    if not self.is_since(begun):
+      background.responses().call_soon(self.look, begun)
+
+  def look(self, begun: float) -> None:
+    """Starts a request for the server's label. Called in the event loop for responses.
+
+    Does nothing if the server has been recognised since the answer began, if a request is in
+    progress, or if the last request was less than `_LOOK_S` seconds ago.
+
+    Args:
+      begun: event loop time at which the answer began.
+    """
+    now = asyncio.get_running_loop().time()
+    if self.is_since(begun) or self.looking is not None or now < self._looked + _LOOK_S:
+      return
+    self._looked = now
+    self.looking = asyncio.create_task(self._look(now))
+
+  async def _look(self, now: float) -> None:
+    try:
+      if await self._shown_label() in self._labels:
+        self.recognised = now
+    except RemoteError:
+      pass  # The next part of an answer starts another request for the label.
+    finally:
+      self.looking = None
 
 
 class Broken(Lost):

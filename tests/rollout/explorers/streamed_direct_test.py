@@ -21,7 +21,7 @@ from jaxrl_llm.rollout.explorers import fetching
 from jaxrl_llm.rollout.explorers.errands import BadDelivery, Errands, RequestCourier
 from jaxrl_llm.rollout.explorers.fetching import Fetcher
 from jaxrl_llm.rollout.explorers.wire import Delivery
-from jaxrl_llm.rollout.vllm import client, direct, ticket_office
+from jaxrl_llm.rollout.vllm import direct, stream, ticket_office
 
 FAST = {'stream': 4, 'dispatch': 'uniform', 'max_restarts': 10**6}
 
@@ -29,7 +29,7 @@ FAST = {'stream': 4, 'dispatch': 'uniform', 'max_restarts': 10**6}
 @pytest.fixture(autouse=True)
 def backend(monkeypatch):
   monkeypatch.setattr(fleets, 'Marked', Greedy)
-  monkeypatch.setattr(client, '_LOOK_S', 0.0)
+  monkeypatch.setattr(stream, '_LOOK_S', 0.0)
   monkeypatch.setattr(fetching, '_EVERY_S', 0.0)
 
 
@@ -262,8 +262,8 @@ def test_nothing_is_kept_of_a_process_that_nobody_published_to(tmp_path):
       hand.work(hand.be_honest())
       asked, asking = hand.asking(fleet)
       await until_sent(made[0], 20)
-      looking = fleet.replicas[0].client
-      await until(lambda: made[0].server.requests['/weight_info'] and looking._look is None)
+      recognition = fleet.replicas[0].client._recognition
+      await until(lambda: made[0].server.requests['/weight_info'] and recognition.looking is None)
       await asyncio.sleep(0.05)
       await made[0].server.die()
       (completion,) = await asking

@@ -17,7 +17,7 @@ from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Request, Sampling
 from jaxrl_llm.rollout.repetition import RepetitionDetection
-from jaxrl_llm.rollout.vllm import answer, client, stream
+from jaxrl_llm.rollout.vllm import answer, stream
 from jaxrl_llm.rollout.vllm.client import sampler_seed
 
 LABELS = {'0.1': Version(0, 1), '0.2': Version(0, 2)}
@@ -25,7 +25,7 @@ LABELS = {'0.1': Version(0, 1), '0.2': Version(0, 2)}
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch):
-  monkeypatch.setattr(client, '_LOOK_S', 0.0)
+  monkeypatch.setattr(stream, '_LOOK_S', 0.0)
 
 
 @pytest.fixture
@@ -183,8 +183,8 @@ def test_nothing_is_kept_of_a_process_that_nobody_published_to(tmp_path, backend
       asked = request(1, max_tokens=LONG, sampling=GREEDY)
       asking = asyncio.create_task(ask(fleet, asked))
       await until_sent(first, 20)
-      looking = fleet.replicas[0].client
-      await until(lambda: first.server.requests['/weight_info'] and looking._look is None)
+      recognition = fleet.replicas[0].client._recognition
+      await until(lambda: first.server.requests['/weight_info'] and recognition.looking is None)
       await first.server.die()
       (completion,) = await asking
       check(asked, completion)
