@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.ops.fused import fill, without_padding
@@ -170,12 +171,24 @@ def skipping_segments(kernel: Any, ids: Any, block: int) -> Any:
   and values the block of queries, that each step has in memory). Here, both are computed from the
   segments. Results are the same to the bit, since the skipped blocks would only add zeros.
 
+  The library documents these fields, but does not export their type. If a version of JAX has other
+  fields, the kernel is returned as it is, and a warning says so.
+
   Args:
     kernel: result of `splash_kernel`.
     ids: segment ids of the row's queries and keys (the library's `SegmentIds`). In each, segments
       follow one another, except that queries may consist of pieces.
     block: argument of `splash_kernel`. Pieces consist of whole blocks.
   """
+  infos, structure = jax.tree.flatten(kernel, is_leaf=lambda x: x is not kernel)
+  if not _has_lists(infos, *(len(x) // block for x in ids)):
+    logging.log_first_n(
+      logging.WARNING,
+      'splash attention: JAX %s lists the blocks to visit in an unknown way; blocks of other '
+      'segments are computed, too, with the same results',
+      *(1, jax.__version__),
+    )
+    return kernel
   common = _in_common(*(_spans(x, block) for x in ids))
 
   def visiting(info: Any, axis: int) -> Any:
@@ -192,9 +205,24 @@ def skipping_segments(kernel: Any, ids: Any, block: int) -> Any:
       block_mask=is_visited[None], data_next=fetched[None].astype(info.data_next.dtype)
     )
 
-  (forward, of_queries, of_keys), fields = kernel.tree_flatten()
+  forward, of_queries, of_keys = infos
   visits = visiting(forward, 1), visiting(of_queries, 1), visiting(of_keys, 0)
-  return kernel.tree_unflatten(fields, visits)
+  return jax.tree.unflatten(structure, visits)
+
+
+def _has_lists(infos: Sequence[Any], query_blocks: int, key_blocks: int) -> bool:
+  """Returns whether a kernel consists of the lists of blocks that `skipping_segments` rewrites."""
+
+  def shape(info: Any, name: str) -> tuple[int, ...]:
+    return getattr(getattr(info, name, None), 'shape', ())
+
+  shapes = [shape(info, 'block_mask') for info in infos]
+  if shapes != [shape(info, 'data_next') for info in infos]:
+    return False
+  match shapes:
+    case [(1, forward, _), (1, of_queries, _), (1, _, of_keys)]:
+      return forward == of_queries == query_blocks and of_keys == key_blocks
+  return False
 
 
 def _spans(

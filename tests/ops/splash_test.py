@@ -1,6 +1,9 @@
 """Splash attention: sizes of blocks, and which blocks are visited."""
 
+import collections
+import copy
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +74,27 @@ def test_blocks_of_other_segments_are_not_visited():
   assert visited(kernel) == [8 * 9 // 2] * 3
   assert visited(skipping_segments(kernel, SegmentIds(ids, ids), 128)) == [seen_blocks()] * 3
   assert seen_blocks() < 8 * 9 // 4
+
+
+def test_a_kernel_of_other_fields_is_used_as_it_is_with_one_line(caplog):
+  """Kernels of a newer JAX: a field is absent, an array has another shape, a kernel is absent."""
+  ids = SegmentIds(row_of_segments(), row_of_segments())
+  kernel = splash_kernel(1024, block=128, window=None, softcap=None)
+  infos = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+  other = collections.namedtuple('Other', ['block_mask'])
+  absent = [other(info.block_mask) for info in infos]
+  flat = [
+    info._replace(block_mask=info.block_mask[0], data_next=info.data_next[0]) for info in infos
+  ]
+  with caplog.at_level(logging.WARNING):
+    for changed in (absent, flat, [infos[0], None, infos[2]]):
+      newer = copy.copy(kernel)
+      newer.fwd_mask_info, newer.dq_mask_info, newer.dkv_mask_info = changed
+      assert skipping_segments(newer, ids, 128) is newer
+    assert visited(skipping_segments(kernel, ids, 128)) == [seen_blocks()] * 3
+    assert skipping_segments(kernel, ids, 256) is kernel, 'blocks of another size'
+  (record,) = caplog.records
+  assert 'blocks of other segments are computed' in record.getMessage()
 
 
 @pytest.mark.parametrize('shards', [2, 4])
