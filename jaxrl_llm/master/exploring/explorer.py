@@ -169,7 +169,8 @@ class Explorer:
   @contextlib.asynccontextmanager
   async def running(self) -> AsyncIterator[None]:
     """Runs the exploration in the background while the block is active. At the end of the block,
-    drops the unfinished samples with the reason 'given up'.
+    drops the unfinished samples with the reason 'given up'. Raises the error of a finished group
+    that could not be stored.
 
     If a signal stops the run, the run commits before the block ends. A resumed run undoes all
     changes after that commit, so it still has these samples.
@@ -187,11 +188,13 @@ class Explorer:
       await asyncio.gather(self._running, return_exceptions=True)
       self._running = None
       await models.aclose()
-      self._samples.settling.close()
-      others = self._returned
-      if self._delayed is not None:
-        others = others | self._delayed.awaiting.kept(self._config.stage)
-      self._endings.give_up(others)
+      try:
+        self._samples.settling.close()
+      finally:
+        others = self._returned
+        if self._delayed is not None:
+          others = others | self._delayed.awaiting.kept(self._config.stage)
+        self._endings.give_up(others)
 
   def advance(self, step: int, served: int) -> None:
     """Records the progress of the run.

@@ -31,6 +31,8 @@ class Settling:
 
   def __init__(self):
     self._groups: collections.deque[_Group] = collections.deque()
+    self._cancelled: list[_Group] = []
+    """Groups whose calls of `settle` were cancelled, and so did not raise the groups' errors."""
     self._thread: concurrent.futures.ThreadPoolExecutor | None = None
 
   async def settle(
@@ -60,8 +62,12 @@ class Settling:
     if self._thread is None:
       self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='settling')
     loop.run_in_executor(self._thread, work).add_done_callback(lambda _: self._conclude())
-    # Wait 'stored': bounded by the writes of the transaction.
-    await group.concluded
+    try:
+      # Wait 'stored': bounded by the writes of the transaction.
+      await group.concluded
+    except asyncio.CancelledError:
+      self._cancelled.append(group)
+      raise
 
   def finish(self) -> None:
     """Waits until all groups in the queue are stored, and records their results."""
@@ -71,11 +77,17 @@ class Settling:
       self._conclude()
 
   def close(self) -> None:
-    """Does the same as `finish`, and ends the thread."""
+    """Does the same as `finish`, and ends the thread. Raises the first error of a function `store`
+    whose group's call was cancelled. Such a group's error of `conclude` is ignored, because it
+    concerns a batch that is no longer collected.
+    """
     self.finish()
     if self._thread is not None:
       self._thread.shutdown(wait=False)
       self._thread = None
+    cancelled, self._cancelled = self._cancelled, []
+    for group in cancelled:
+      group.stored.result()  # Wait 'stored': already over.
 
   def _conclude(self) -> None:
     """Records the results of the groups at the head of the queue that are stored."""

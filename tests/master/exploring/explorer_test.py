@@ -254,6 +254,37 @@ def test_a_batch_is_complete_only_once_all_groups_that_are_being_stored_have_bee
   assert len({*threads}) == 1
 
 
+def test_a_group_that_cannot_be_stored_when_the_stage_ends_is_given_up_and_its_error_raised(
+  tokenizer, store, monkeypatch
+):
+  monkeypatch.setattr(background, 'is_short', lambda tokens: False)
+  may_fail, transaction, failing = threading.Event(), store.transaction, asyncio.Event()
+
+  def full():
+    if threading.current_thread() is threading.main_thread():
+      return transaction()
+    loop.call_soon_threadsafe(failing.set)
+    assert may_fail.wait(20)
+    raise RunError('replay store: disk full')
+
+  monkeypatch.setattr(store, 'transaction', full)
+
+  async def main():
+    nonlocal loop
+    loop = asyncio.get_running_loop()
+    explorer = exploring.Exploration(tokenizer, store, lambda attempt: 1.0).explorer
+    async with explorer.running():
+      explorer.advance(0, 0)
+      await failing.wait()
+      threading.Timer(0.2, may_fail.set).start()
+
+  loop = None
+  with pytest.raises(RunError, match='disk full'):
+    run(main())
+  report = audit(store)
+  assert states(report) == {'dropped': 4} and report.reasons == {'dropped(given up)': 4}
+
+
 def test_a_group_of_which_nothing_is_chosen_is_dropped_and_replaced(tokenizer, store):
   """Mixed groups alone: tasks 0 and 2 are unmixed (0 has but one scorable sample), so that batch 0
   is tasks 1 and 3.

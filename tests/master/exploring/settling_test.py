@@ -77,3 +77,28 @@ def test_a_group_whose_call_is_cancelled_is_stored_and_concluded(end):
     assert done == ['stored', 'concluded']
 
   asyncio.run(check())
+
+
+@pytest.mark.parametrize('when', ['before it is stored', 'after it is stored'])
+def test_an_error_in_storing_a_group_whose_call_is_cancelled_is_raised_at_the_end(when):
+  async def check():
+    settling, is_cancelled, done = Settling(), threading.Event(), []
+
+    def store():
+      assert when == 'after it is stored' or is_cancelled.wait(30)
+      raise ValueError('the disk is full')
+
+    call = asyncio.create_task(settling.settle(LONG, store, lambda: done.append('concluded')))
+    await asyncio.sleep(0)
+    if when == 'after it is stored':
+      settling.finish()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert call.cancelled()
+    is_cancelled.set()
+    with pytest.raises(ValueError, match='the disk is full'):
+      settling.close()
+    assert not done
+    settling.close()  # The error has been raised.
+
+  asyncio.run(check())
