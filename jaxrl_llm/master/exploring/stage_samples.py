@@ -66,7 +66,8 @@ class StageSamples:
 
   def advance(self, step: int) -> None:
     """Records that the run has completed `step` batches. First waits for the groups that are being
-    stored.
+    stored. Otherwise, the store would have groups of the last step as finished that the state of
+    that step's commit lacks.
     """
     self.settling.finish()
     self.writer = self._store.at(step)
@@ -214,11 +215,9 @@ class StageSamples:
     return places
 
   def complete(self, uids: Sequence[str], experts: Sequence[Issue]) -> None:
-    """Records a completed batch. Later changes belong to the next one. For the arguments, see
-    `Explorer.complete`. First waits for the groups that are being stored. Otherwise, the store
-    would have groups of this batch as finished that the state of a commit lacks.
+    """Records a completed batch. Later changes belong to the next one, see `advance`. For the
+    arguments, see `Explorer.complete`.
     """
-    self.settling.finish()
     self.writer.trained(uids)
     self.writer.join(experts)
     self.writer.trained([row.uid for row in experts])
