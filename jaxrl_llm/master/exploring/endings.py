@@ -89,7 +89,9 @@ class Endings:
     return finished
 
   def _conclude(self, group: StartedGroup, finished: FinishedGroup) -> None:
-    """Records that a group has been admitted or dropped in the store."""
+    """Completes the end of a group whose samples the store has as admitted or dropped. Raises
+    NothingToLearn if too many groups were dropped.
+    """
     self.tally.finished(finished)
     if finished.chosen:
       group.chosen = finished.chosen
@@ -154,8 +156,17 @@ class Endings:
     return self.samples.drop_live(groups, 'given up')
 
   def _drop(self, group: StartedGroup, reason: str, why: str) -> None:
+    """Removes a group whose samples the store has as dropped. Raises NothingToLearn if too many
+    groups were dropped; a commit may follow nevertheless, so the group is removed first.
+
+    Args:
+      reason: reason of the drop, for the log of events.
+      why: the same in more detail, for the error message.
+    """
     config, counts = self.config, self.tally.counts
     self.groups.take([group.number])
+    if not group.is_parked:  # A parked group has already returned its capacity.
+      self.gate.drop()
     self.events.message(Edge.DROP, group=group.name, reason=reason)
     counts['dropped/groups'] += 1
     if counts['dropped/groups'] > config.max_dropped_groups:
@@ -163,5 +174,3 @@ class Endings:
         f'stage {config.stage}: {counts["dropped/groups"]} groups were dropped while one batch was '
         f'collected, max_dropped_groups permits {config.max_dropped_groups}; the last group: {why}'
       )
-    if not group.is_parked:  # A parked group has already returned its capacity.
-      self.gate.drop()

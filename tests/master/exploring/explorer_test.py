@@ -153,6 +153,54 @@ def test_too_many_unscorable_groups_end_the_run_with_one_line(tokenizer, store):
   assert audit(store).live == ()
 
 
+def test_a_run_that_ended_because_of_dropped_groups_replaces_them_all_when_it_continues(
+  tokenizer, tmp_path
+):
+  """The last batch of the stage needs each place that a dropped group leaves."""
+  store = exploring.new_store(tmp_path)
+  config = {'bound': 1, 'batches': 3}
+  ended = exploring.Exploration(
+    tokenizer,
+    store,
+    lambda attempt: 1.0 if ended.number(attempt) < 2 else None,
+    max_dropped_groups=0,
+    **config,
+  )
+
+  async def until_commit():
+    async with ended.explorer.running():
+      ended.explorer.advance(0, 0)
+      batch, _ = await ended.explorer.collect()
+      while not store.counts()['dropped']:
+        await asyncio.sleep(0.001)
+      store.at(0).seal(uids(batch))
+      ended.explorer.complete(uids(batch))
+      state = json.dumps(ended.explorer.state())
+      ended.explorer.advance(1, 1)
+      with pytest.raises(RunError, match='max_dropped_groups permits 0'):
+        await ended.explorer.collect()
+      return state
+
+  state = json.loads(run(until_commit()))
+  store.close()
+  store = open_store(tmp_path)
+  store.recover(1)
+  again = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, **config)
+  again.explorer.restore(state)
+
+  async def until_end():
+    async with again.explorer.running():
+      for step in (1, 2):
+        again.explorer.advance(step, step)
+        batch, _ = await again.explorer.collect()
+        store.at(step).seal(uids(batch))
+        again.explorer.complete(uids(batch))
+
+  run(until_end())
+  assert audit(store).states['trained'] == 3 * 4
+  store.close()
+
+
 def test_as_many_unscorable_groups_as_permitted_do_not_and_each_batch_counts_anew(tokenizer, store):
   exploration = exploring.Exploration(
     tokenizer,
