@@ -31,6 +31,7 @@ from jaxrl_llm.core.net.server import (
   begin_upload,
   parse_object,
   split_path,
+  write,
 )
 from jaxrl_llm.core.net.token_server import FrontConfig, TicketHandler, TokenServer
 
@@ -79,6 +80,10 @@ files of a large model takes more than 64 KiB, since each tensor and slice has a
 _HEADER_WORD = re.compile(r'[\x21-\x7e]+')
 _SMALL_BODY = 64 << 10
 _CONNECT_S = 10.0
+_READ_S = 600.0
+"""Seconds after which a client that does not read its response is disconnected. Its request would
+otherwise keep its place at the upstream.
+"""
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 """Function that answers an authenticated request. It may raise Refusal."""
 _log = logging.getLogger(__name__)
@@ -183,7 +188,9 @@ class Front(TokenServer):
         response = _begun_as(upstream)
         await response.prepare(request)
         async for chunk in upstream.content.iter_any():
-          await response.write(chunk)
+          if not await write(request, response, chunk, read_s=_READ_S):
+            _log.warning('%s %s: the client did not read for %g s', request.method, path, _READ_S)
+            break
     except (aiohttp.ClientError, OSError) as error:
       if response is not None and response.prepared:
         _log.warning('%s %s: the response was cut off: %r', request.method, path, error)

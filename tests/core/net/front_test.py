@@ -888,6 +888,23 @@ def test_a_client_that_leaves_cancels_the_upstream_request(tmp_path, kind, answe
   asyncio.run(main())
 
 
+def test_a_client_that_does_not_read_is_disconnected(tmp_path, monkeypatch):
+  monkeypatch.setattr(front_module, '_READ_S', 0.2)
+
+  async def endless(request):
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+      await response.write(bytes(1 << 20))
+
+  async def main():
+    async with standing(tmp_path, endless) as (front, upstream, _), connected(front.address) as raw:
+      raw.writer.write(request_bytes('POST', '/inference/v1/generate', AUTHORISED, body=b'{}'))
+      await upstream.cancelled.wait()
+
+  asyncio.run(main())
+
+
 def test_a_small_body_is_sent_with_the_headers(tmp_path):
   """vLLM answers some requests without reading their body, and closes the connection. If the body
   came later, the answer could be lost.

@@ -9,12 +9,16 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from jaxrl_llm.core.net.server import SERVER, Refusal, split_path
+from jaxrl_llm.core.net.server import SERVER, Refusal, split_path, write
 
 WEIGHTS_PATH = '/weights'
 _QUERY = re.compile(r'bundle=(?P<bundle>[0-9a-f]{32})&file=(?P<file>[A-Za-z0-9_.-]{1,128})')
 _RANGE = re.compile(r'bytes=(?P<first>[0-9]{1,16})-(?P<last>[0-9]{1,16})')
 _CHUNK = 1 << 18
+_READ_S = 600.0
+"""Seconds after which a host that does not read a range is disconnected. The range would otherwise
+keep its file open, and thus in memory.
+"""
 
 
 class FileRange(NamedTuple):
@@ -77,7 +81,8 @@ async def send_range(
       data = os.pread(descriptor, min(_CHUNK, asked.stop - position), position)
       if not data:
         raise ConnectionError(f'{path} was truncated while it was sent')
-      await response.write(data)
+      if not await write(request, response, data, read_s=_READ_S):
+        break
       position += len(data)
     return response
   finally:

@@ -12,14 +12,18 @@ import fronts
 import pulling
 import pytest
 import xxhash
+import yarl
 from aiohttp import web
 from pulling import alone, hosts, published, run, sending, small_atoms
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.net.token_server import TokenServer
 from jaxrl_llm.rollout.vllm.publication import FILE, MANIFEST
+from jaxrl_llm.rollout.vllm.pull import ranges
 from jaxrl_llm.rollout.vllm.pull import store as store_module
 from jaxrl_llm.rollout.vllm.pull.bundle import Atom, Bundle, BundleFile, atom_slices, describe
 from jaxrl_llm.rollout.vllm.pull.orders import FetchOrder
+from jaxrl_llm.rollout.vllm.pull.ranges import WEIGHTS_PATH
 from jaxrl_llm.rollout.vllm.pull.store import Store
 
 
@@ -324,6 +328,31 @@ def test_without_the_token_nothing_is_answered(tmp_path, publication):
           async with session.request(method, url, headers=headers) as response:
             assert response.status == 401
       assert not asked
+
+  run(main)
+
+
+def test_a_host_that_does_not_read_is_disconnected(tmp_path, monkeypatch):
+  """Otherwise, it would keep files in memory that have been removed."""
+  monkeypatch.setattr(ranges, '_READ_S', 0.2)
+  size, ended = 1 << 26, asyncio.Event()
+  with (tmp_path / FILE).open('wb') as file:
+    file.truncate(size)
+
+  async def send(request):
+    try:
+      return await ranges.send_range(request, tmp_path / FILE, ranges.FileRange('', FILE, 0, size))
+    finally:
+      ended.set()
+
+  async def main():
+    server = TokenServer(fronts.config(tmp_path), routes=[('GET', WEIGHTS_PATH)], handle=send)
+    async with server:
+      url = yarl.URL(server.address)
+      _, writer = await asyncio.open_connection(url.host, url.port)
+      writer.write(fronts.request_bytes('GET', WEIGHTS_PATH, fronts.AUTHORISED))
+      await ended.wait()
+      writer.close()
 
   run(main)
 
