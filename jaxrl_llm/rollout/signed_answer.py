@@ -1,11 +1,12 @@
-"""The form in which a front signs a server's answer, part by part. It is used for completions that
-explorers fetch (`rollout.api.Errand`).
+"""The form in which a front signs a server's answer, part by part, and sends it: as frames, each a
+signature and the part that it signs. It is used for completions that explorers fetch
+(`rollout.api.Errand`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import msgpack
 import numpy as np
@@ -19,6 +20,13 @@ at work on the answer.
 """
 KEEP_S = 120.0
 """Seconds for which a front keeps an answer that nobody is reading."""
+SILENCE_S = 4 * BEAT_S
+"""Seconds without data after which a front that sends an answer counts as lost."""
+MAX_FRAME_BYTES = 1 << 28
+"""Maximum size of a frame in bytes."""
+
+Frame = tuple[bytes, bytes]
+"""(signature of the front, encoded part of the answer)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,3 +111,25 @@ def joined_parts(parts: Sequence[SignedPart]) -> SignedPart:
     tokens=np.concatenate([part.tokens for part in parts]),
     logprobs=np.concatenate([part.logprobs for part in parts]),
   )
+
+
+def encode_frame(frame: Frame) -> bytes:
+  return msgpack.packb(frame)
+
+
+async def read_frames(chunks: AsyncIterator[bytes]) -> AsyncGenerator[Frame, None]:
+  """Yields the frames in the body of a front's response, as they arrive. Raises ValueError if the
+  body does not consist of frames.
+  """
+  unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES)
+  async for chunk in chunks:
+    try:
+      unpacker.feed(chunk)
+      values = list(unpacker)
+    except (msgpack.UnpackException, ValueError, TypeError, OverflowError) as error:
+      raise ValueError(f'not msgpack ({type(error).__name__}: {error})') from None
+    for value in values:
+      if type(value) is not list or [*map(type, value)] != [bytes, bytes]:
+        raise ValueError('a frame that is not [signature, part], both bytes')
+      signature, part = value
+      yield signature, part

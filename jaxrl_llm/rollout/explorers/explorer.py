@@ -28,7 +28,7 @@ from jaxrl_llm.core.records.task import Message
 from jaxrl_llm.rewards.api import Attempt, Reward
 from jaxrl_llm.rollout.api import Completion, Request
 from jaxrl_llm.rollout.explorers import wire
-from jaxrl_llm.rollout.explorers.fetching import Fetcher, Part
+from jaxrl_llm.rollout.explorers.fetching import Fetcher
 from jaxrl_llm.rollout.explorers.wire import (
   attempt_row,
   pack,
@@ -39,6 +39,7 @@ from jaxrl_llm.rollout.explorers.wire import (
   verdict_row,
 )
 from jaxrl_llm.rollout.hub import Hub
+from jaxrl_llm.rollout.signed_answer import Frame
 from jaxrl_llm.rollout.workflow import Rollout, Workflow, WorkflowConfig
 from jaxrl_llm.tasks.tokenizer import Tokenizer
 
@@ -189,7 +190,7 @@ class _LeasedHub:
     self._link, self._lease = link, lease
 
   async def generate(self, request: Request) -> AsyncIterator[tuple[int, Completion]]:
-    answers: dict[str, list[Part]] = {}
+    answers: dict[str, list[Frame]] = {}
     errands: set[asyncio.Task] = set()
     try:
       async for frame in self._link.stream(
@@ -205,9 +206,9 @@ class _LeasedHub:
         errand.cancel()
       await asyncio.gather(*errands, return_exceptions=True)
 
-  async def _run_errand(self, errand: wire.Row, answers: dict[str, list[Part]]) -> None:
-    """Fetches the completion of an errand and delivers it to the master. Adds the parts of the
-    server's answer to `answers`, keyed by nonce.
+  async def _run_errand(self, errand: wire.Row, answers: dict[str, list[Frame]]) -> None:
+    """Fetches the completion of an errand and delivers it to the master. Adds the frames of
+    the server's answer to `answers`, keyed by nonce.
     """
 
     async def deliver(delivery: wire.Delivery) -> bool:
@@ -216,9 +217,9 @@ class _LeasedHub:
         functools.partial(self._link.call, wire.DELIVER, lease=self._lease, **delivery._asdict())
       )
 
-    parts = answers[errand['nonce']] = []
+    frames = answers[errand['nonce']] = []
     try:
-      await self._link.fetcher.fetch(errand, parts, deliver)
+      await self._link.fetcher.fetch(errand, frames, deliver)
     except (MasterLost, RunError) as error:
       # The master ends the request, or fetches the completion itself.
       logging.info('a completion was not delivered: %s', error)

@@ -5,25 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-import msgpack
-
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Client, RemoteError
 from jaxrl_llm.rollout.explorers.wire import Delivery, Row
-from jaxrl_llm.rollout.signed_answer import BEAT_S
+from jaxrl_llm.rollout.signed_answer import MAX_FRAME_BYTES, SILENCE_S, Frame, read_frames
 
-_MAX_BYTES = 1 << 28
-"""Maximum size in bytes of a refusal, and of a signed part of an answer."""
-_SILENCE_S = 4 * BEAT_S
-"""Seconds without data after which a front that sends an answer counts as lost."""
 _EVERY_S = 1.0
 """Minimum seconds between two deliveries of the same answer, except for the last one. Parts that
 arrive meanwhile are delivered together, because each delivery costs the master's time. If a server
 is lost, the explorer still delivers all parts that it has received.
 """
-
-Part = tuple[bytes, bytes]
-"""(signature of the front, part of the answer)."""
 
 
 class Fetcher:
@@ -44,24 +35,24 @@ class Fetcher:
       await client.close()
 
   async def fetch(
-    self, errand: Row, parts: list[Part], deliver: Callable[[Delivery], Awaitable[bool]]
+    self, errand: Row, frames: list[Frame], deliver: Callable[[Delivery], Awaitable[bool]]
   ) -> None:
     """Runs an errand (`wire.errand_row`): delivers the parts of the signed answer as they arrive,
     and then, if the answer is not complete, the reason. Ends early if nobody waits for the answer
     any more.
 
     Args:
-      parts: list to which the parts are added.
-      deliver: delivers parts, and returns whether more are wanted.
+      frames: list to which the frames of the answer are added.
+      deliver: delivers frames, and returns whether more are wanted.
     """
     nonce, news, sent = errand['nonce'], asyncio.Event(), 0
-    receiving = asyncio.create_task(self._receive(errand, parts, news))
+    receiving = asyncio.create_task(self._receive(errand, frames, news))
     try:
       while True:
-        # Wait 'errand': bounded: a front that is silent for `_SILENCE_S` seconds is lost.
+        # Wait 'errand': bounded: a front that is silent for `SILENCE_S` seconds is lost.
         await news.wait()
         news.clear()
-        new, has_ended = tuple(parts[sent:]), receiving.done()
+        new, has_ended = tuple(frames[sent:]), receiving.done()
         problem = receiving.result() if has_ended else ''
         if new or problem:
           delivery = Delivery(nonce, sent, new, problem)
@@ -76,44 +67,41 @@ class Fetcher:
       receiving.cancel()
       await asyncio.gather(receiving, return_exceptions=True)
 
-  async def _receive(self, errand: Row, parts: list[Part], news: asyncio.Event) -> str:
-    """Adds the parts of an answer to `parts`, and sets `news` after each and at the end. Returns
+  async def _receive(self, errand: Row, frames: list[Frame], news: asyncio.Event) -> str:
+    """Adds the frames of an answer to `frames`, and sets `news` after each and at the end. Returns
     the reason why the answer is not complete, or an empty text.
     """
     receiving = asyncio.current_task()
     assert receiving is not None
     receiving.add_done_callback(lambda _: news.set())
     try:
-      async for part in self.received(errand):
-        parts.append(part)
+      async for frame in self.received(errand):
+        frames.append(frame)
         news.set()
-    except (RemoteError, UserError, ValueError, TypeError, msgpack.UnpackException) as error:
+    except (RemoteError, UserError, ValueError) as error:
       return f'{type(error).__name__}: {error}'
     return ''
 
-  async def received(self, errand: Row) -> AsyncGenerator[Part, None]:
-    """Yields the signed parts of an errand's answer as they arrive from the front.
+  async def received(self, errand: Row) -> AsyncGenerator[Frame, None]:
+    """Yields the frames of an errand's answer as they arrive from the front.
 
     Raises:
       RemoteError, UserError: the front cannot be reached, refuses the request, or is lost.
-      ValueError, TypeError, UnpackException: the response does not consist of parts.
+      ValueError: the response does not consist of frames.
     """
     address = errand['address']
     if address not in self._clients:
       self._clients[address] = Client(
-        address, key=None, ca_file=self._ca_file, where='server', max_bytes=_MAX_BYTES
+        address, key=None, ca_file=self._ca_file, where='server', max_bytes=MAX_FRAME_BYTES
       )
-    frames = msgpack.Unpacker(max_buffer_size=_MAX_BYTES)
     async with self._clients[address].request(
       'POST',
       errand['path'],
       errand['body'],
       label=address,
       deadline_s=errand['deadline_s'],
-      silence_s=_SILENCE_S,
+      silence_s=SILENCE_S,
       headers={'Authorization': errand['authorization']},
     ) as response:
-      async for chunk in response.chunks():
-        frames.feed(chunk)
-        for signature, part in frames:
-          yield signature, part
+      async for frame in read_frames(response.chunks()):
+        yield frame

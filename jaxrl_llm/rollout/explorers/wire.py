@@ -21,7 +21,7 @@ from jaxrl_llm.core.types import Json, Version
 from jaxrl_llm.rewards.api import Attempt, Reward, Verdict
 from jaxrl_llm.rollout.api import Completion, Errand, Request, Sampling
 from jaxrl_llm.rollout.repetition import RepetitionDetection
-from jaxrl_llm.rollout.signed_answer import SignedPart, joined_parts
+from jaxrl_llm.rollout.signed_answer import Frame, SignedPart, joined_parts
 
 HELLO, TAKE, ALIVE, LEAVE = '/hello', '/take', '/alive', '/leave'
 GENERATE, DELIVER, SCORE, ASK, SAMPLE, DONE, FAILED = (
@@ -120,10 +120,8 @@ class Delivery(NamedTuple):
   nonce: str
   first: int = 0
   """Number of the first of these parts in the answer."""
-  parts: tuple[tuple[bytes, bytes], ...] = ()
-  """(signature of the server's front, part of the answer in the form that the front has signed) of
-  each part.
-  """
+  parts: tuple[Frame, ...] = ()
+  """Consecutive parts, each with the signature of the server's front."""
   problem: str = ''
   """Reason why the explorer will have no more parts; empty if the answer is complete or goes on."""
 
@@ -141,9 +139,9 @@ def reference_row(nonce: str, completion: Completion) -> Row:
   return {**row, 'nonce': nonce}
 
 
-def joined_completion(row: Row, answers: dict[str, list[tuple[bytes, bytes]]]) -> Completion:
+def joined_completion(row: Row, answers: dict[str, list[Frame]]) -> Completion:
   """Returns the completion of a row. The arrays of a row of `reference_row` are taken from the
-  signed parts of the answer with its nonce, which are removed from `answers`.
+  frames of the answer with its nonce, which are removed from `answers`.
   """
   if (nonce := row.get('nonce')) is None:
     return read_completion(row)

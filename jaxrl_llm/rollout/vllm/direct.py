@@ -21,7 +21,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
-import msgpack
 from aiohttp import web
 
 from jaxrl_llm.core import background
@@ -31,7 +30,7 @@ from jaxrl_llm.core.net.front import MAX_BODY, Handler
 from jaxrl_llm.core.net.server import SERVER, Refusal, begin_upload, parse_object, write
 from jaxrl_llm.core.net.tickets import Chain, Ticket, TicketKeys
 from jaxrl_llm.core.net.token_server import TicketHandler
-from jaxrl_llm.rollout.signed_answer import BEAT_S, KEEP_S, SignedPart, empty_part
+from jaxrl_llm.rollout.signed_answer import BEAT_S, KEEP_S, SignedPart, empty_part, encode_frame
 from jaxrl_llm.rollout.vllm.answer import signed_answer, signed_events
 
 FRONT_PATH, SIGNED_PATH = '/direct/front', '/direct/generate'
@@ -66,7 +65,7 @@ class _Answer:
   """Answer to the request of one ticket.
 
   Attributes:
-    frames: signed parts, each as [signature, part] in msgpack.
+    frames: encoded frames, each with a signed part.
     refusal: reason why there is no (complete) answer; None if there is none.
     is_complete: whether no more frames will follow.
     readers: number of requests to which the answer is being sent.
@@ -87,7 +86,7 @@ class _Answer:
 
   def add(self, part: SignedPart) -> None:
     data = dataclasses.replace(part, age_s=time.monotonic() - self._began).encode()
-    self.frames.append(msgpack.packb([self._chain.sign(data), data]))
+    self.frames.append(encode_frame((self._chain.sign(data), data)))
     self.size += len(self.frames[-1])
     self._tell()
 

@@ -17,29 +17,29 @@ import math
 import re
 from collections.abc import Awaitable, Callable
 
-import msgpack
-
 from jaxrl_llm.core import background
 from jaxrl_llm.core.net.client import Client, Lost, Malformed, Refused, RemoteError
 from jaxrl_llm.core.net.tickets import Chain, TicketKeys
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rollout.api import Completion, Courier, Errand, Forged, Undelivered
-from jaxrl_llm.rollout.signed_answer import BEAT_S, SignedPart, empty_part, joined_parts
+from jaxrl_llm.rollout.signed_answer import (
+  SILENCE_S,
+  SignedPart,
+  empty_part,
+  joined_parts,
+  read_frames,
+)
 from jaxrl_llm.rollout.vllm.answer import Begun
 from jaxrl_llm.rollout.vllm.direct import COLLECT_PATH, FRONT_PATH, SIGNED_PATH, WITHDRAW_PATH
 from jaxrl_llm.rollout.vllm.stream import Broken
 
 _NUMBER = re.compile('[0-9a-f]{32}')
-_SILENCE_S = 4 * BEAT_S
-"""Seconds without data after which a front that sends an answer counts as lost."""
 _LEAST_S = 10.0
 """Minimum time limit in seconds for collecting an answer, even after its request's deadline."""
 _WITHDRAW_S = 10.0
 """Time limit in seconds of a request that withdraws tickets."""
 _MOST_WITHDRAWN = 1024
 """Maximum number of tickets that are withdrawn with one request."""
-_MAX_FRAME = 1 << 28
-"""Maximum size in bytes of a signed part."""
 
 Read = Callable[[SignedPart, int, float], Completion | Begun]
 """Function of (joined parts, number of tokens that arrived while the weights were known, event loop
@@ -281,24 +281,20 @@ class TicketOffice:
       Refused: nobody has used the ticket, or the front no longer has the answer.
     """
     label = f'{self._name}: {COLLECT_PATH}'
-    frames = msgpack.Unpacker(max_buffer_size=_MAX_FRAME)
     async with self._answers.request(
       'POST',
       COLLECT_PATH,
       {'nonce': nonce, 'first': parts.count},
       label=label,
       deadline_s=deadline_s,
-      silence_s=_SILENCE_S,
+      silence_s=SILENCE_S,
     ) as response:
-      async for chunk in response.chunks():
-        try:
-          frames.feed(chunk)
-          ready = [(signature, part) for signature, part in frames]
-          for signature, part in ready:
-            if (completion := await parts.add(signature, part)) is not None:
-              return completion
-        except (Forged, ValueError, TypeError, msgpack.UnpackException) as error:
-          raise Malformed(f'{label}: {type(error).__name__}: {error}') from None
+      try:
+        async for signature, part in read_frames(response.chunks()):
+          if (completion := await parts.add(signature, part)) is not None:
+            return completion
+      except (Forged, ValueError) as error:
+        raise Malformed(f'{label}: {type(error).__name__}: {error}') from None
     raise Lost(f'{label}: ended early')
 
   def _withdraw(self, nonce: str) -> None:
