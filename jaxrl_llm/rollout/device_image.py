@@ -1,9 +1,21 @@
-"""Image of the newest published version on the devices. With it, the devices find the elements that
-the next version changes, so that only these leave the devices.
+"""Image of the newest published version on the devices. The devices compare the next version with
+it, so that only the changed elements leave them.
 
-Invariant: what `share` yields, whole or as changes, are the bits in this image. They are computed
-once for each version, by one program for each kind of array. So a copy that follows the image
-equals it, whatever the compiler does with the arithmetic of another program.
+The image has the bits of each array in the published data type, sharded as the parameters are. An
+array (or one layer of it) takes three steps. The steps of consecutive arrays overlap.
+
+1. A program converts the next version, writes its bits into the image and compares them with the
+   former bits. In each shard, it counts the changed elements, and collects the positions and new
+   bits of as many as fit into a buffer (`changed_elements`).
+2. The counts are copied to all hosts. From the largest count follows the size of the transfer, with
+   which a second program sends each process the collected changes of its array.
+3. The host assembles the changes of the shards to those of the array.
+
+If a shard has more changes than its buffer holds, the array is copied whole, from the image.
+
+Invariant: all that `share` yields are bits of the image, which are computed once for each version.
+A copy that follows the image therefore equals it, even if the compiler rounds differently in
+different programs.
 """
 
 from __future__ import annotations
@@ -30,8 +42,8 @@ from jaxrl_llm.weights.deltas import Changes
 
 _OF_SHARD = 16
 """Divisor that determines how many changes of a shard the devices can collect. The changes of an
-array with more are not collected; the array is copied whole. At this limit, the changes have up to
-three eighths of the bytes of an array of 16-bit elements.
+array with more are not collected; the array is copied whole. At this limit, the changes have three
+sixteenths of the bytes of an array of 16-bit elements, and an eighth of one of 32-bit elements.
 """
 _SMALL = 4096
 """Number of elements up to which all elements of a shard may change."""
@@ -74,7 +86,7 @@ class DeviceImage:
     self._homes: list[Sharding] = []
     """Shardings on the devices of the arrays in `_bits`."""
     self.copied_bytes = 0
-    """Bytes that `share` has copied from the devices to this host for the newest version."""
+    """Bytes that the newest call of `share` has copied from the devices to this host."""
     self.holds: str | None = None
     """Token of the version in the image; None if the image contains no complete version."""
     self._comparing = functools.cache(self._build_comparing)
@@ -152,7 +164,7 @@ class DeviceImage:
         continue
       shards, room = math.prod(self._shards(cut)), self._capacity(cut)
       placed = None if cut.spec is None else NamedSharding(mesh, _over(self._axes(cut)))
-      found = [
+      collected = [
         jax.ShapeDtypeStruct((shards, room), dtype, sharding=placed)
         for dtype in (np.uint32, _unsigned(cut))
       ]
@@ -161,7 +173,7 @@ class DeviceImage:
       size = _rounded(math.ceil(changed * math.prod(cut.shape) / shards), room)
       programs['compare', cut] = first, self._comparing(cut).lower(first.inputs, before, layer)
       sending = self._sending(self._axes(cut), size)
-      programs['send', cut] = first, sending.lower([found] * len(tensors))
+      programs['send', cut] = first, sending.lower([collected] * len(tensors))
     return {
       f'{does} {first.name}': (lowered, calls[does, cut])
       for (does, cut), (first, lowered) in programs.items()
@@ -193,20 +205,20 @@ class DeviceImage:
 
     def compared() -> Iterator[tuple[tuple[Part | None, ...], Cut, list[_Compared | None]]]:
       for tensors, cut in self._gatherer.rounds(params, shares):
-        found = [None if tensor is None else self._compare(tensor, cut) for tensor in tensors]
-        yield tensors, cut, found
+        yield tensors, cut, [None if each is None else self._compare(each, cut) for each in tensors]
 
     def sent():
-      for tensors, cut, found in ahead(compared()):
-        counts = [None if each is None else to_host(each.counts) for each in found]
+      for tensors, cut, collected in ahead(compared()):
+        counts = [None if each is None else to_host(each.counts) for each in collected]
         room = self._capacity(cut)
         fits = [count is not None and count.max() <= room for count in counts]
         most = max([0, *(int(c.max()) for c, fit in zip(counts, fits, strict=True) if fit)])
         size = _rounded(most, room)
         array = None
         if size:
-          filling = found[fits.index(True)]
-          moved = [each if fit else filling for each, fit in zip(found, fits, strict=True)]
+          # A process whose array has no changes to send receives those of another process.
+          filling = collected[fits.index(True)]
+          moved = [each if fit else filling for each, fit in zip(collected, fits, strict=True)]
           array = self._sending(self._axes(cut), size)([each[1:] for each in moved])
           if tensors[number] is not None and fits[number]:
             array.copy_to_host_async()
@@ -219,7 +231,6 @@ class DeviceImage:
           yield tensor.name, cut, None
       if tensors[number] is not None and fits[number]:
         rows = None if array is None else self._received(array, number)
-        self.copied_bytes += 0 if rows is None else rows.nbytes
         yield tensors[number].name, cut, self._joined(cut, counts[number], size, rows)
 
   def _compare(self, tensor: Part, cut: Cut) -> _Compared:
@@ -230,12 +241,14 @@ class DeviceImage:
     if name not in self._bits:
       self._bits[name] = self._zeros(tensor.inputs[0], cut)
     program = self._comparing(cut)
-    self._bits[name], *found = program(tensor.inputs, self._bits[name], np.int32(tensor.layer or 0))
-    compared = _Compared(*found)
+    layer = np.int32(tensor.layer or 0)
+    self._bits[name], *collected = program(tensor.inputs, self._bits[name], layer)
+    compared = _Compared(*collected)
     compared.counts.copy_to_host_async()
     return compared
 
   def _zeros(self, leaf: Leaf, cut: Cut) -> jax.Array:
+    """Returns an array of the image before its first version."""
     return jnp.zeros(leaf.shape, _unsigned(cut), device=self._sharding(cut) or leaf.sharding)
 
   def _sharding(self, cut: Cut) -> NamedSharding | None:
@@ -325,15 +338,19 @@ class DeviceImage:
     return jax.jit(exchanged, out_shardings=gatherer.exchange.sharding([axes]))
 
   def _received(self, array: jax.Array, number: int) -> np.ndarray:
-    """Returns the packed changes of the array of process `number`: one row for each shard. A
-    row has the positions and then the bits; positions in front of 16-bit elements are divided into
-    their lower and their upper halves.
+    """Copies the packed changes of the array of process `number` to this host: one row for each
+    shard. A row has the positions and then the bits; positions in front of 16-bit elements are
+    divided into their lower and their upper halves.
     """
     exchange = self._gatherer.exchange
     if not self._gatherer.is_several or exchange is None:
-      return to_host(array)[number]
+      rows_of_all = to_host(array)
+      self.copied_bytes += rows_of_all.nbytes
+      return rows_of_all[number]
     pieces = [data for _, data in sorted(exchange.received(array, number), key=lambda x: x[0])]
-    return np.concatenate(pieces, axis=1)
+    rows = np.concatenate(pieces, axis=1)
+    self.copied_bytes += rows.nbytes
+    return rows
 
   def _joined(self, cut: Cut, counts: np.ndarray, size: int, rows: np.ndarray | None) -> Changes:
     """Returns the changes of an array, given those of its shards.

@@ -27,7 +27,7 @@ class Part(NamedTuple):
   layer: int | None
   """Index of the layer; None if the array is not a stack of all layers."""
   group: int = 0
-  """Index of the part's group of rows; see `_Cut.groups`."""
+  """Index of the part's group of rows; see `Cut.groups`."""
   start: int = 0
   """Index of the part's first row within its group of rows."""
   skipped: int = 0
