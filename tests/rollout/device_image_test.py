@@ -100,10 +100,11 @@ def unrolled(arrays):
   ids=str,
 )
 def test_each_process_gets_the_changes_of_its_share(axes, processes, monkeypatch):
-  """An array of which more changes than the devices collect is copied whole. So are all arrays if
-  the image contains another version than the one to compare with.
+  """An array is copied whole if a shard has one change more than the devices collect. So are all
+  arrays if the image contains another version than the one to compare with, or an incomplete one.
   """
-  monkeypatch.setattr(device_image, '_SMALL', 6)
+  monkeypatch.setattr(device_image, '_SMALL', 3)
+  monkeypatch.setattr(device_image, '_FEWEST', 1)
   mesh, count = build_mesh(MeshConfig(**axes)), 1 + max(processes)
   gatherer = Gatherer(mesh, dtype='bfloat16', part_bytes=1, several=count > 1, processes=processes)
   images = [DeviceImage(gatherer) for _ in range(count)]
@@ -120,7 +121,9 @@ def test_each_process_gets_the_changes_of_its_share(axes, processes, monkeypatch
     if step:
       host['embed/kernel'][[3, 3, 17, 23], [6, 0, 7, 4]] *= -1
       host['layers/up/kernel'][[0, 0, 3], [0, 9, 15], [7, 0, 7]] += 1
-      host['layers/up/kernel'][1] *= 2 if step == 2 else 1
+    if step == 2:  # In one shard of each mesh.
+      host['layers/up/kernel'][1, :4, 0] += 1
+      host['layers/up/kernel'][2, :3, 0] += 1
     placed = {
       name: jax.device_put(array, sharding(mesh, AXES[name], array.shape))
       for name, array in host.items()
@@ -147,6 +150,11 @@ def test_each_process_gets_the_changes_of_its_share(axes, processes, monkeypatch
       assert image.holds == str(step)
     assert whole == {0: UNROLLED, 2: {'layers/1/up/kernel'}, 4: UNROLLED}.get(step, set())
     before = wanted
+  begun = images[0].share(unflatten(placed), shares, 0, before='4', token='5')
+  next(begun)
+  begun.close()
+  again = images[0].share(unflatten(placed), shares, 0, before='4', token='6')
+  assert not any(isinstance(leaf, Changes) for _, leaf in again)
 
 
 def test_merged_adapters_change_kernels_and_bits_wait_in_host_memory():
