@@ -292,7 +292,8 @@ class RunKeeper:
     )
     with self._stopwatch.timed('record'):
       if self._logs is not None:
-        spent = {**spent, **self._phases.take_metrics(), **self._write_s}
+        taken = self._phases.take_metrics() | self._publisher.take_metrics()
+        spent = {**spent, **taken, **self._write_s}
         self._write_s = {}
         await self._write(state, stage, batch, updated, seconds, spent)
       elif self._goodput_file is not None:

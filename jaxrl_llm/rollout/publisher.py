@@ -57,6 +57,7 @@ class Publisher:
     self._changing, self._events = changing, events
     self._served: Version | None = None
     self._moved: Version | None = None
+    self._metrics: dict[str, float] = {}
 
   @property
   def served(self) -> Version | None:
@@ -106,7 +107,16 @@ class Publisher:
       await self._write_share(shares, leaves)
     writers = 1 if shares is None else shares.count
     self._events.reply(asked, how='loaded', writers=writers)
+    if shares is not None and shares.comparison is not None:
+      self._metrics = {'perf/publish_copied_bytes': float(self._image.copied_bytes)}
     self._served, self._moved = version, moved
+
+  def take_metrics(self) -> dict[str, float]:
+    """Returns metrics of the newest publication, keyed by metric name; empty if there was none
+    since the last call.
+    """
+    metrics, self._metrics = self._metrics, {}
+    return metrics
 
   def _share(
     self, params: Params, names: Sequence[Collection[str]], shares: SharedWrite

@@ -376,6 +376,10 @@ METRICS: dict[str, str] = {
     'Share of elements whose bits differ from the version before, in the data type of the servers '
     '(`rollout.vllm.full_every` above 1).'
   ),
+  'perf/publish_copied_bytes': (
+    'Bytes that process 0 copied from its devices to publish the version '
+    "(`rollout.vllm.compare='devices'`)."
+  ),
   'perf/packing_utilisation': (
     'Share of the packed positions that hold a token. Below 0.7, the chunk sizes fit poorly.'
   ),

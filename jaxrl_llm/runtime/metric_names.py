@@ -150,6 +150,7 @@ LABELS: dict[str, Label] = {
   'perf/publish_pause_s': Label('Pause of sampling', _S),
   'perf/publish_bytes': Label('Published weights', 'bytes'),
   'perf/publish_changed_fraction': Label('Changed elements', _SHARE),
+  'perf/publish_copied_bytes': Label('Bytes copied from the devices', 'bytes'),
   'perf/packing_utilisation': Label('Packed positions in use', _SHARE),
   'perf/shared_tokens_ratio': Label('Tokens of shared prefixes', _SHARE),
   'perf/compilations': Label('Compiled programs', 'programs'),

@@ -49,6 +49,8 @@ def test_two_processes_publish_together(tmp_path, full_every, compare):
     flags += (f'--config.rollout.vllm.compare={compare}',)
     job.train(tmp_path / 'run', *flags, processes=2)
   check(tmp_path / 'run')
+  copied = [row for row in job.rows(tmp_path / 'run') if 'perf/publish_copied_bytes' in row]
+  assert bool(copied) == (compare == 'devices')
   events = [json.loads(line) for line in (tmp_path / 'run' / 'events.jsonl').open()]
   assert {event['writers'] for event in events if event.get('how') == 'loaded'} == {2}
 

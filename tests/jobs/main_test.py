@@ -41,6 +41,7 @@ WRITTEN_ELSEWHERE = {
   ),
   "rollout.vllm.transfer='pull'": ('perf/publish_transfer_s',),
   'rollout.vllm.full_every': ('perf/publish_changed_fraction',),
+  "rollout.vllm.compare='devices'": ('perf/publish_copied_bytes',),
   'servers of a registry': ('run/engines', 'run/engine_joined', 'run/engine_left'),
   'rollout.max_steps': (
     *('num_steps/mean', 'num_steps/max', 'num_steps/min'),

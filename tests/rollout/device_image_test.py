@@ -211,11 +211,13 @@ class Interrupted(Folder):
 
 
 def published(folder, steps, place, *, gatherer, image, fails=(), restarts=()):
-  """Publications of some versions; None for one that fails. A restart loses the device's image."""
+  """Publications of some versions, and the bytes copied from the devices for each; None for a
+  version that fails. A restart loses the device's image.
+  """
   device = DeviceThread()
   coordinator = Coordinator(device, on_signal=lambda signum: None)
   engine = Interrupted(folder, device)
-  engine.fails, made = fails, []
+  engine.fails, made, copied = fails, [], []
 
   async def main():
     for step in steps:
@@ -234,10 +236,11 @@ def published(folder, steps, place, *, gatherer, image, fails=(), restarts=()):
         made.append(None)
       else:
         made.append(engine.published[-1])
+      copied.append(publisher.take_metrics().get('perf/publish_copied_bytes'))
 
   asyncio.run(main())
   device.close()
-  return made
+  return made, copied
 
 
 def described(publication):
@@ -251,7 +254,7 @@ def test_versions_are_those_that_hosts_compare_byte_for_byte(tmp_path, monkeypat
   """
   mesh = build_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
   model = build_model(SPEC, ModelOptions(scan_layers=True), mesh)
-  gatherer, made, needed = Gatherer(mesh, dtype='bfloat16'), {}, {}
+  gatherer, made, copied, needed = Gatherer(mesh, dtype='bfloat16'), {}, {}, {}
   monkeypatch.setattr(version_writer, '_proofs', lambda replicas: needed)
 
   def place(step):
@@ -263,12 +266,16 @@ def test_versions_are_those_that_hosts_compare_byte_for_byte(tmp_path, monkeypat
   placed = [place_params(model, mesh, stack_layers(version(step))) for step in range(10)]
   for name in ('hosts', 'devices'):
     folder = DeltaFolder(tmp_path / name, SPEC, dtype='bfloat16', full_every=4)
-    made[name] = published(
+    made[name], copied[name] = published(
       folder, range(10), place, gatherer=gatherer, image=name == 'devices',
       fails=(6,), restarts=(8,),
     )  # fmt: skip
   lengths = [each and len(each.deltas) for each in made['hosts']]
   assert lengths == [0, 1, 2, 3, 0, 1, None, 0, 1, 2]
+  assert copied['hosts'] == [None] * 10
+  whole = made['hosts'][0].nbytes
+  assert [copied['devices'][step] for step in (0, 6, 7, 8)] == [whole, None, whole, whole]
+  assert all(0 < copied['devices'][step] < whole / 8 for step in (1, 2, 3, 4, 5, 9))
   assert made['hosts'][2].checksums[EMBEDDING].keys() == {None, Slice(1, 8, 40), Slice(0, 0, 5)}
   assert [*map(described, made['hosts'])] == [*map(described, made['devices'])]
   hosts, devices = files(tmp_path / 'hosts'), files(tmp_path / 'devices')
