@@ -5,9 +5,9 @@ device, the memory, and what devices exchange.
     .venv-aot/bin/python benchmarks/attention_compiled.py --topology=v5e:2x4 --time=2048,8192
   python benchmarks/attention_compiled.py --topology=v5e:2x4 --sequence=4 --nocompile
 
-For each length, one line for the choice, and one for each order of shards and each row (one long
-sequence; lognormal lengths): how many pairs of a block of queries and a block of keys the devices
-compute. Then, unless --nocompile, the gradient of one layer's attention.
+For each length, prints one line for the choice, and one for each order of shards and each row (one
+long sequence; lognormal lengths): how many pairs of a block of queries and a block of keys each
+device computes. Then, unless --nocompile, compiles the gradient of one layer's attention.
 """
 
 import sys

@@ -67,7 +67,9 @@ _OTHERS = {
   'loop of messages': 'messages',
   'thread that stores groups': 'settling',
 }
-"""How the names of some threads begin. Their time is part of that of the other threads."""
+"""Prefixes of the names of some threads, keyed by their row in the table. Their time is included in
+that of 'other threads'.
+"""
 _DONE = 'measured '
 
 PARTS = {

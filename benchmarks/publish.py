@@ -4,9 +4,9 @@
 
 Per dtype, gigabytes of parameters per second (medians): a memcpy into existing memory, NumPy's own
 cast and write of the same tensors to the same folder, and `PublicationFolder.write` (cast, digest,
-write, rename). --changed also publishes versions as deltas, of which each changes this share of the
-elements; then it compares versions on the hosts and on the devices: CPU seconds of this process,
-and megabytes that leave the devices. --server starts one real vLLM server and loads each
+write, rename). With --changed, versions that each change this share of the elements are also
+published as deltas, and versions are compared on the hosts and on the devices: CPU seconds of this
+process, and megabytes copied from the devices. --server starts one real vLLM server and loads each
 publication into it: how long it was paused, and how much of that was loading.
 """
 

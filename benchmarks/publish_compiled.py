@@ -8,9 +8,9 @@ One line for each kind of array: megabytes per device of its shard of the whole 
 the part that is gathered, and of temporaries; both as a share of a layer's largest matrix in
 bfloat16; and the collectives. Parameters are float32, sharded over all devices. First come the
 programs with which every device gathers all parts, because process 0 writes alone, then those with
-which each process gets the parts of its share. With --changed, the last are those with which the
-devices compare a version with the one before, of which this share of the elements changes. Each
-kind ends with what a device receives in a whole publication.
+which each process gets the parts of its share. With --changed, the last programs are those with
+which the devices compare a version with the previous one, if this share of the elements changes.
+After each kind of program comes the number of bytes that a device receives in a whole publication.
 """
 
 import sys

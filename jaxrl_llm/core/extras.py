@@ -42,8 +42,8 @@ def check_library(module: str, where: str) -> None:
 class _Deferred(types.ModuleType):
   """A module that is imported when one of its attributes is read.
 
-  `importlib.util.LazyLoader` imports a module when code that looks through `sys.modules` reads
-  its `__file__`, so it does not delay the import by long enough.
+  Attributes such as `__file__` do not count, because some libraries read those of everything in
+  `sys.modules`. With `importlib.util.LazyLoader`, such a library would import the module.
   """
 
   def __getattr__(self, attribute: str) -> Any:
@@ -55,11 +55,12 @@ class _Deferred(types.ModuleType):
 
 
 def defer(module: str) -> None:
-  """Delays the import of a module until something in it is used. Does nothing if the module has
-  been imported already or is not installed.
+  """Delays the import of a module until one of its attributes is used. Does nothing if the module
+  has been imported already or is not installed.
 
   Args:
-    module: name of a top-level module that others import as a whole (`import module`).
+    module: name of a top-level module that is only used as `import module`. `import module.part`
+      would fail.
   """
   if module in sys.modules or (spec := importlib.util.find_spec(module)) is None:
     return

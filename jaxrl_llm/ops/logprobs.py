@@ -237,8 +237,9 @@ class _Split(NamedTuple):
     """Returns both gradients. On TPUs, the kernel's gradient is summed over the devices before the
     gradient of the hidden states is used.
 
-    Otherwise, the TPU compiler sums the kernel's gradient after the backward pass of all layers,
-    and until then each device keeps its own sum, which has the size of the whole kernel.
+    Otherwise, the TPU compiler sums the kernel's gradient only after the backward pass of all
+    layers. Until then, each device keeps the sum over its tokens, which has the size of the whole
+    kernel.
     """
     if self.shardings is None:
       return d_hidden, d_kernel
@@ -252,17 +253,18 @@ class _Split(NamedTuple):
 
 _sharded = jax.lax.with_sharding_constraint
 _BLOCKS, _LANES = 8, 128
-"""Number of blocks of `_by_blocks`, and the multiple to which their size is rounded up, which is
-the number of lanes of a TPU's vector registers.
+"""Number of blocks in `_by_blocks`. Their size is rounded up to a multiple of the number of lanes
+of a TPU's vector registers.
 """
 
 
 def _by_blocks(function, x, start):
-  """Applies a function to blocks of the last axis of an array, one after the other.
+  """Returns `function(x)`, computed for blocks of the last axis of `x`, one block after the other.
 
   Args:
-    function: function of a block, whose result has a last axis of the same size.
-    start: array of the shape of the result, whose last axis has the size of that of `x`.
+    function: function that treats the elements of the last axis independently, and whose result has
+      a last axis of the same size.
+    start: array with the shape and dtype of the result. Its elements are not used.
   """
   width = x.shape[-1]
   size = min(width, -(-width // (_BLOCKS * _LANES)) * _LANES)

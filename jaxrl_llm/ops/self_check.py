@@ -98,7 +98,7 @@ def why_wrong(compute: Compute, trial: Trial, *, shared: bool = False) -> str | 
 
 
 def _difference(compute: Compute, trial: Trial, arrays, places: Places) -> str | None:
-  """Returns the result of `why_wrong` for tokens at these places."""
+  """Returns the reason of `why_wrong` for tokens at the given places; None if there is none."""
   try:
     got = jax.device_get(_results(compute, arrays, places))
   # Depending on what is wrong, libraries and compilers raise errors of any type.

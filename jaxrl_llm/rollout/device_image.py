@@ -41,20 +41,21 @@ from jaxrl_llm.rollout.parts import Cut, Leaf, Part, ahead, stacked_name, to_hos
 from jaxrl_llm.weights.deltas import Changes
 
 _OF_SHARD = 16
-"""Divisor that determines how many changes of a shard the devices can collect. The changes of an
-array with more are not collected; the array is copied whole. At this limit, the changes have three
-sixteenths of the bytes of an array of 16-bit elements, and an eighth of one of 32-bit elements.
+"""Divisor of the number of elements of a shard; the quotient is the maximum number of changes that
+the devices collect from a shard (see also `_SMALL`). If a shard has more, its array is copied
+whole. At this limit, the changes have three sixteenths of the bytes of an array of 16-bit elements,
+and an eighth of one of 32-bit elements.
 """
 _SMALL = 4096
 """Number of elements up to which all elements of a shard may change."""
 _FEWEST = 64
-"""Smallest number of changes of a shard for which room is made in a transfer. Larger numbers are
-rounded up to this one times a power of two, so that few programs are compiled.
+"""Smallest number of changes of a shard for which a transfer has room. Larger numbers are rounded
+up to `_FEWEST` times a power of two, so that few programs are compiled.
 """
 _ROW = 128
-"""Number of elements of a row that a TPU computes at a time."""
+"""Number of elements in a row of a TPU's vector register, which are computed at the same time."""
 _WORD = 32
-"""Number of elements whose flags are in one word."""
+"""Number of elements whose flags (changed or not) are packed into one word."""
 
 
 class _Compared(NamedTuple):
@@ -252,13 +253,13 @@ class DeviceImage:
     return jnp.zeros(leaf.shape, _unsigned(cut), device=self._sharding(cut) or leaf.sharding)
 
   def _sharding(self, cut: Cut) -> NamedSharding | None:
-    """Returns the sharding of the image's bits; None if an array is on one device."""
+    """Returns the sharding of an array's bits in the image; None if the array is on one device."""
     if cut.spec is None:
       return None
     return NamedSharding(self._gatherer.mesh, PartitionSpec(*([None] * cut.stacked), *cut.spec))
 
   def _axes(self, cut: Cut) -> tuple[str, ...]:
-    """Returns the mesh axes over which an array is sharded. They number the shards."""
+    """Returns the mesh axes over which an array is sharded, in the order of its shards' numbers."""
     return tuple(axis for axes in self._axes_of(cut) for axis in axes)
 
   def _axes_of(self, cut: Cut) -> list[tuple[str, ...]]:
@@ -272,7 +273,7 @@ class DeviceImage:
     return [math.prod(mesh.shape[axis] for axis in axes) for axes in self._axes_of(cut)]
 
   def _capacity(self, cut: Cut) -> int:
-    """Returns the number of changes of a shard that the devices can collect."""
+    """Returns the maximum number of changes that the devices collect from a shard of an array."""
     elements = math.prod(cut.shape) // math.prod(self._shards(cut))
     return min(elements, max(_SMALL, elements // _OF_SHARD))
 
@@ -446,8 +447,11 @@ def _bit_of_rank(words: UInt32[jax.Array, 'n'], rank: Int[jax.Array, 'n']) -> In
 
 
 def _rounded(count: int, room: int) -> int:
-  """Returns the number of changes for which a transfer makes room, which is at least `count`. Both
-  are at most `room`.
+  """Returns the number of changes of a shard for which a transfer has room.
+
+  Args:
+    count: number of changes to send.
+    room: maximum number of changes.
   """
   return min(room, _FEWEST * 2 ** max(0, math.ceil(math.log2(count / _FEWEST)))) if count else 0
 

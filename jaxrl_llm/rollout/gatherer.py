@@ -327,7 +327,7 @@ class Gatherer:
   def _batches(
     self, params: Params, shares: Sequence[Collection[str]]
   ) -> Iterator[tuple[Batch, Cut]]:
-    """Yields batches of parts; see `rounds`."""
+    """Yields (batch of parts, their cut). A batch has the parts of one round (see `rounds`)."""
     for tensors, cut in self.rounds(params, shares, exchanged=True):
       filling = next(tensor for tensor in tensors if tensor is not None)
       filled = [tensor or filling for tensor in tensors]
@@ -340,9 +340,10 @@ class Gatherer:
   def rounds(
     self, params: Params, shares: Sequence[Collection[str]], *, exchanged: bool = False
   ) -> Iterator[tuple[tuple[Part | None, ...], Cut]]:
-    """Yields, in each round, an array for each process, by their first parts. The arrays have the
-    same shape and sharding: they are layers of one array, or do not stack layers. Each process gets
-    an array of its share in each round, until none is left; then None.
+    """Yields (array for each process, their cut) for each round. Arrays are given by their first
+    parts. In each round, a process gets the next array of its share, or None if none is left. The
+    arrays of a round have the same shape and sharding: they are layers of one stacked array, or are
+    not stacked.
 
     Args:
       exchanged: see `_cut`.

@@ -120,8 +120,8 @@ _AHEAD = 2
 
 
 def ahead(computed: Iterator[_Item]) -> Iterator[_Item]:
-  """Yields what `computed` yields, after the devices have begun to compute the next parts. The last
-  element of each item contains arrays on the devices.
+  """Yields the items of `computed`, each after the devices have begun to compute the next ones. The
+  last element of an item must be arrays on the devices.
   """
   begun: collections.deque[_Item] = collections.deque()
   for item in computed:

@@ -344,12 +344,12 @@ METRICS: dict[str, str] = {
     'Completions that explorers fetched from servers and delivered (rollout.explorers.direct).'
   ),
   'perf/direct_undelivered': (
-    'Completions that an explorer was to fetch and did not deliver, so that the master obtained '
-    'them itself: it collects what a front has, and else requests them.'
+    'Completions that an explorer was to fetch but did not deliver. The master collects these from '
+    "the server's front or, if nobody has requested them, requests them itself."
   ),
   'perf/direct_expired': (
-    'Completions in perf/direct_undelivered of which the explorer delivered no part of the last '
-    'rollout.explorers.ticket_s.'
+    'Completions in perf/direct_undelivered whose tickets expired, because the explorer delivered '
+    'no recent part for rollout.explorers.ticket_s.'
   ),
   'perf/direct_late': (
     'Deliveries for tickets that had expired or were no longer needed; they are refused.'

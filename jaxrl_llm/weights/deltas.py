@@ -145,8 +145,8 @@ class Image:
     return self.bytes[start : start + self._layout.sizes[name]].view(self._dtype)
 
   def patch(self, name: str, changes: Changes) -> None:
-    """Takes the next version of a tensor by its changes. The image must contain the version before,
-    and the changes must be all that differs from it. `put` ignores the tensor from then on.
+    """Applies all changes of a tensor from the previous version, which the image must contain, to
+    the next one. `put` ignores the tensor from then on.
     """
     self.bits(name)[changes.positions] = changes.bits.view(self._dtype)
     self._patched.add(name)

@@ -82,8 +82,9 @@ class AdapterFile:
     return name in self._by_name
 
   def add(self, name: str, array: Shaped[np.ndarray, '...']) -> None:
-    """Adds a parameter, whose layers may be stacked, or the next part along the first axis of one
-    that does not stack layers. The array must not be modified until `finish` has returned.
+    """Adds a parameter. Its layers may be stacked; if they are not, the parameter may come in
+    several consecutive parts along its first axis. The array must not be modified until `finish`
+    has returned.
 
     Raises:
       UserError: the array does not fit the model and the configuration of its adapters.
@@ -102,7 +103,7 @@ class AdapterFile:
       self._writer.add(entry.hf, rows, whole=rows.shape == entry.shape)
 
   def others(self, leaves: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
-    """Adds the file's parameters out of a stream, and yields the others."""
+    """Adds those of the given parameters that belong to the file, and yields the others."""
     for name, leaf in leaves:
       if self.holds(name):
         self.add(name, leaf)

@@ -134,7 +134,7 @@ def with_sized(
 
 
 def logits_budget(memory: int) -> int:
-  """Returns the most bytes that the logits may take on a device with `memory` bytes."""
+  """Returns the maximum size in bytes of the logits on a device with `memory` bytes of memory."""
   return min(_MOST_LOGITS, max(SMALL['logits_budget_bytes'], memory // _LOGITS_SHARE))
 
 

@@ -105,8 +105,8 @@ def _chunking(stage: StageConfig, config: Config, mesh: Mesh, options: ModelOpti
 
 def saved_by_sharing(config: Config) -> float:
   """Returns the share of tokens that shared prefixes save, if each prompt and response has its
-  maximum length and each chunk holds whole groups. If stages differ, this is the largest share; 0
-  if no stage shares prefixes.
+  maximum length and each chunk holds whole groups. If the stages have different shares, returns the
+  largest one; 0 if no stage shares prefixes.
   """
   prompt, longest = config.rollout.max_prompt_length, config.rollout.max_length
   alike = max((_sharing(stage, config) for stage in config.stages), default=1)

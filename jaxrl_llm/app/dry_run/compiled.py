@@ -60,7 +60,9 @@ class Compilation:
   gaps between arrays are not included.
   """
   refused_bytes: int = 0
-  """Memory for which the compiler rejected the program; 0 if it did not, or gave no figure."""
+  """Memory in bytes that a rejected program needs, according to the compiler; 0 if the program was
+  not rejected, or if the compiler gave no figure.
+  """
   arguments: int = 0
   temporaries: int = 0
   in_host_memory: int = 0

@@ -38,7 +38,9 @@ class Cost(NamedTuple):
   host: float
   """Seconds of transferring moments and activations to and from host memory."""
   head: float
-  """Seconds of reading and writing the gradient of the head's kernel for each chunk of logits."""
+  """Seconds for accesses to the gradient of the head's kernel, which each chunk of logits reads and
+  writes.
+  """
 
   @property
   def seconds(self) -> float:

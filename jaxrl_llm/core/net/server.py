@@ -41,7 +41,7 @@ number of unauthenticated connections. The maximum is high because a trainer ope
 _BODY_S = 60.0
 """Maximum seconds between two chunks of a request body."""
 _READ_BYTES = 1 << 20
-"""Number of bytes of a response that a client must take within the time limit of `write`."""
+"""Number of bytes of a response that a client must read within the time limit of `write`."""
 _DESCRIPTORS = 1 << 16
 """Limit on open files that a process with a server sets for itself. A proxied request needs two
 descriptors.

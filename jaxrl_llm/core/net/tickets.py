@@ -3,9 +3,9 @@ request to the front. The front signs its answer. If the client passes the answe
 the ticket can therefore check the answer.
 
 Invariants: without the token, nobody can make a ticket or sign an answer. An answer is signed in
-parts, while it arrives. The signature of a part covers the ticket, the signature of the part before
-and the part itself; the ticket covers the body of the request. Therefore, nobody can drop a part
-before another one, swap parts, or insert parts of the answer to another request.
+parts, while it arrives. The signature of a part covers the ticket, the signature of the previous
+part and the part itself; the ticket covers the body of the request. Therefore, nobody can swap
+parts, omit a part and deliver a later one, or insert parts of the answer to another request.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Chain:
     return self._last
 
   def accepts(self, part: bytes, signature: bytes) -> bool:
-    """Returns whether `signature` is that of the next part. If it is not, the chain is as before,
-    so that another part can still be the next one.
+    """Returns whether `signature` is the signature of `part` as the next part. If it is not, the
+    chain stays as it was, so that another part can be the next one.
     """
     wanted = _mac(self._key, self._ticket, self._last, part)
     if not hmac.compare_digest(signature, wanted):

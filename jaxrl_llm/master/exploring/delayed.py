@@ -31,8 +31,8 @@ class DelayedRewards:
   endings: Endings
 
   def park(self, group: StartedGroup, members: Sequence[Experience]) -> bool:
-    """Stores the samples of a generated group, and parks the group, if it must wait for delayed
-    rewards. Returns whether it must.
+    """Stores the samples of a generated group and parks the group, but only if it must wait for
+    delayed rewards. Returns whether it must.
     """
     waiting = self.awaiting.wait_of(members)
     if waiting is None:

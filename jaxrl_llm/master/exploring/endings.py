@@ -66,8 +66,8 @@ class Endings:
   async def admit(
     self, group: StartedGroup, members: list[Experience], processed: Processed | None
   ) -> None:
-    """Does the same as `finish` for a group whose samples have just been generated. Counts and
-    stores the samples. If this call is cancelled, the group ends nevertheless.
+    """Does the same as `finish` for a group whose samples have just been generated, and also counts
+    and stores the samples. If this call is cancelled, the group ends nevertheless.
     """
     finished = self._selected(group, members, processed)
 

@@ -215,7 +215,7 @@ class StageSamples:
     return places
 
   def complete(self, uids: Sequence[str], experts: Sequence[Issue]) -> None:
-    """Records a completed batch. Later changes belong to the next one, see `advance`. For the
+    """Records a completed batch. Later changes belong to the next batch; see `advance`. For the
     arguments, see `Explorer.complete`.
     """
     self.writer.trained(uids)

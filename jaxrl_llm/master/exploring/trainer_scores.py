@@ -1,5 +1,5 @@
-"""Scores of the trainer's reward model: decides which groups wait for it, and finishes them with
-its verdicts.
+"""Scores of the trainer's reward model: decides which groups wait for this model, and finishes
+them with its verdicts.
 """
 
 from __future__ import annotations

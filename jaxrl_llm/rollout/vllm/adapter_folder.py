@@ -1,5 +1,5 @@
 """Publication of LoRA adapters. All processes of the trainer publish the base weights once, in
-shares. Each version then consists of one adapter, which process 0 writes while it arrives.
+shares. Each version then consists of one adapter, which process 0 writes while its arrays arrive.
 
 An adapter has one writer because vLLM reads it from one file, and because it is small: with rank 64
 on all projections in float32, 0.65 GB for a 7b model and 3.3 GB for a 70b model.

@@ -1,13 +1,13 @@
 """Answers of a server that its front signs, for explorers that fetch completions directly. The
 fleet's client issues the tickets and checks the signatures (`rollout.vllm.ticket_office`).
 
-For the ticket of a request, a front passes the request on to its server, and signs the answer in
-parts while it arrives: the tokens with logprobs and, at the end, the labels of the weights. The
-answer belongs to the front, not to the connection of the explorer: if that breaks, the fleet
-collects the same answer, and nothing is sampled again.
+A front passes a request with a ticket on to its server, and signs the answer in parts while it
+arrives: the tokens with logprobs and, at the end, the labels of the weights. The answer belongs to
+the front, not to the connection of the explorer: if the connection breaks, the fleet collects the
+same answer, and nothing is sampled again.
 
-Invariant: a front answers the request of a ticket at most once, and only as long as the ticket was
-not withdrawn. Whoever sends it, an answer has one sequence of signed parts.
+Invariant: a front has the server answer the request of a ticket at most once, and never after the
+ticket was withdrawn. An answer has one sequence of signed parts, whoever receives it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FRONT_PATH, SIGNED_PATH = '/direct/front', '/direct/generate'
 have a ticket.
 """
 COLLECT_PATH, WITHDRAW_PATH = '/direct/collect', '/direct/withdraw'
-"""Paths of a front, for requests with its token: for the answer to a ticket, from any part on, and
-for tickets that are no longer good.
+"""Paths of a front for requests with its token: to receive the answer to a ticket, from any part
+on, and to withdraw tickets.
 """
 MALFORMED = 'malformed'
 """Value of `SignedPart.finish` if the server's answer does not have vLLM's format. None of its
@@ -48,7 +48,7 @@ tokens are used.
 _UPSTREAM_PATH = '/inference/v1/generate'
 _MAX_ANSWER_BYTES = 1 << 28
 _READ_S = 60.0
-"""Seconds after which a reader that takes nothing is disconnected."""
+"""Seconds after which a client that does not read its response is disconnected."""
 _MAX_IDLE_BYTES = 1 << 28
 """Maximum size in bytes of all complete answers that nobody is reading."""
 _MAX_MESSAGE = 1 << 20
@@ -96,11 +96,11 @@ class _Answer:
       self._tell()
 
   def expire(self, forget: Callable[[], None]) -> None:
-    """Calls `forget` in `KEEP_S` seconds, unless `renew` is called before."""
+    """Calls `forget` in `KEEP_S` seconds, unless `renew` is called first."""
     self._expiry = asyncio.get_running_loop().call_later(KEEP_S, forget)
 
   def renew(self) -> None:
-    """Cancels the timer of `expire`, which also holds the answer in memory."""
+    """Cancels the timer of `expire`. The timer would also keep the answer in memory."""
     if self._expiry is not None:
       self._expiry.cancel()
       self._expiry = None
@@ -203,9 +203,9 @@ class SigningFront:
     """Returns the body of a request, and marks its ticket as used. Raises Refusal if the ticket
     does not permit this request, or if it was used or withdrawn before.
 
-    While the body is received, the ticket admits no other one, because otherwise one ticket would
-    admit any number of large bodies at the same time. It stays good if the body breaks off or is
-    another one.
+    While one body is being received, the ticket admits no other, because one ticket would otherwise
+    admit any number of large bodies at the same time. If the body is incomplete or is not that of
+    the ticket, the ticket stays unused.
     """
     self._check(ticket)
     if ticket.nonce in self._uploading:
@@ -234,8 +234,8 @@ class SigningFront:
       self._used.clear()
 
   async def _send(self, request: web.BaseRequest, nonce: str, first: int) -> web.StreamResponse:
-    """Responds with the parts of an answer from number `first` on. If the answer has no end, the
-    connection is broken off.
+    """Responds with the parts of an answer from number `first` on. If the answer is incomplete, the
+    connection is closed without an end.
     """
     answer = self._answers[nonce]
     answer.readers += 1

@@ -88,7 +88,8 @@ class ShareImage:
       leaves: parameters of the share, each as an array or as its changes. There may be changes only
         if the image contains the version to compare with.
 
-    Raises UserError if the parameters do not match the model.
+    Raises:
+      UserError: the parameters do not match the model.
     """
     # If an error ends this method, the image contains no complete version.
     compares = self.contains(order.image.before)
@@ -115,8 +116,8 @@ class ShareImage:
     writer: TensorWriter,
     known: Mapping[str, RunningChecksum] | None,
   ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the parameters as arrays. Those of which only the changes are given are in the image
-    from then on. Their checksums are computed from the changes where possible.
+    """Yields the parameters as arrays. Parameters that are given as changes are first patched in
+    the image. Their checksums are computed from the changes where possible.
 
     Args:
       known: checksums of the version before, keyed by tensor name; None if the image does not

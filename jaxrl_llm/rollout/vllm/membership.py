@@ -27,7 +27,7 @@ _LOOK_S = LOOK_S
 _AWAY_LOOK_S = 2.0
 """Seconds between health checks of attached servers while none of them answers."""
 _DRAIN_LOOK_S = 0.25
-"""Seconds between two looks at the requests in flight on a server that leaves."""
+"""Seconds between two checks for requests in flight on a server that leaves."""
 
 
 async def away(roster: Roster, config: VllmConfig) -> list[Replica]:

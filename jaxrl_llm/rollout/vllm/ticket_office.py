@@ -1,11 +1,11 @@
-"""Tickets for completions that others fetch from a server, and their answers. The server's front
+"""Tickets for completions that explorers fetch from a server, and the answers. The server's front
 signs an answer in parts (`rollout.vllm.direct`). The fleet treats an answer with the right
 signatures like one that it has fetched itself.
 
-Invariant: a completion consists of the signed parts of the answer to exactly the fleet's request,
-given by the front of the server that the fleet chose, in order. A ticket names that front and the
-digest of the request's body. It therefore determines the prompt, the sampling parameters and the
-seed. Whoever holds a ticket can withhold parts, but then the fleet collects the same answer from
+Invariant: a completion consists of parts of the answer to exactly the fleet's request, signed by
+the front of the server that the fleet chose, in order. A ticket names that front and the digest of
+the request's body. It therefore determines the prompt, the sampling parameters and the seed.
+Whoever holds a ticket can withhold parts, but then the fleet collects the same answer from
 the front.
 """
 

@@ -31,7 +31,7 @@ with JAX, and take no weights through their workers (`update_weights` does nothi
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer data type that holds the bits of an element, keyed by the element's size in bytes."""
 _LOOK_S = 1.0
-"""Seconds between two looks at verified files that are not loaded yet."""
+"""Seconds between two checks of verified files that are not loaded yet."""
 _SPIN_S = 0.001
 """Seconds for which a CPU worker busy-waits for the next command before it sleeps."""
 
@@ -382,10 +382,10 @@ class Update(Protocol):
 class Verification:
   """Reads and verifies the files of whole weights in a thread, while the server samples.
 
-  Tensors that are read whole stay in the files' pages. They are therefore not used if a file has
-  been overwritten since, as the trainer does with files that it has released. The thread goes on
-  until the tensors are used, and forgets them if a file is removed or overwritten before, so that
-  the file's memory becomes free.
+  Tensors that are read whole are views of the mapped files. They are therefore not used if a file
+  has been overwritten since; the trainer overwrites files that it has released. Until the tensors
+  are used, the thread watches the files. If a file is removed or overwritten, the thread forgets
+  the tensors, so that the file's memory is freed.
   """
 
   def __init__(self, views: Mapping[str, View], update: Update):
@@ -470,7 +470,7 @@ class Verification:
     return [(status.st_mtime_ns, status.st_size) for status in statuses]
 
   def _is_removed(self) -> bool:
-    """Returns whether a file has no name any more, so that only this process keeps it."""
+    """Returns whether a file has no name any more, so that only open maps keep its memory."""
     return any(os.fstat(file.fileno()).st_nlink == 0 for file in self._files)
 
 
