@@ -51,7 +51,8 @@ LORA = LoraConfig(rank=2, alpha=4, targets=('query', 'down'))
 ADAPTED = ModelOptions(scan_layers=True, lora=LORA)
 DEVICES = 2
 """Devices of each process."""
-
+LOST = 2
+"""Step before which the devices of process 1 lose the bits of the newest version."""
 
 BLOCKED = {'failing': 2, 'failing first': 1}
 """Numbers of the files that cannot be written, keyed by the export's name."""
@@ -142,24 +143,28 @@ async def main(folder, number):
   async def publish(name, folder, options=WHOLE, *, on_devices=False):
     engine = None if number else Folder(folder(), device)
     model = build_model(SPEC, options, mesh)
+    image, copied = DeviceImage(publishing) if on_devices else None, []
     publisher = Publisher(
       engine,
       publishing,
       device,
       coordinator=coordinator,
       writer=VllmShareWriter(SPEC),
-      image=DeviceImage(publishing) if on_devices else None,
+      image=image,
       changing=lambda params: lora.split(params, SPEC, options)[0],
     )
     for step in range(2 if options.lora is not None else 4):
       version = Version(0, step)
       params = params_of(step)
+      if image is not None and (number, step) == (1, LOST):
+        image.holds = None
       if options.lora is not None:
         params = lora.join(params_of(0), unflatten(adapters_of(step)))
       sent = place_params(model, mesh, stack_layers(params))
       await publisher.publish(sent, version, moved=version)
+      copied.append(publisher.take_metrics().get('perf/publish_copied_bytes'))
     published = [described(publication) for publication in engine.published] if engine else None
-    print(json.dumps({'name': name, 'published': published}), flush=True)
+    print(json.dumps({'name': name, 'published': published, 'copied': copied}), flush=True)
 
   async def export(name, gatherer=None, directory=None):
     directory = directory or folder / name
