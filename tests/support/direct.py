@@ -141,7 +141,7 @@ class Rogue:
     return [sample async for sample, _ in workflow.run(task, self.order['visit'], **how)]
 
   async def fetched(self, errand):
-    """All parts of an answer."""
+    """Fetches all parts of an answer."""
     parts = [part async for part in self.link.fetcher.received(errand)]
     self.answers[errand['nonce']][errand['nonce']] = parts
     return Delivery(errand['nonce'], parts=tuple(parts))

@@ -1,5 +1,5 @@
-"""Servers whose greedy answers follow from their tokens, so that a continued answer can be compared
-with an uninterrupted one.
+"""Servers whose answers are greedy: each token is a function of the tokens before it. A continued
+answer can thus be compared with an uninterrupted one.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ LONG = 96
 
 
 def follower(tokens):
-  """The token that a greedy answer continues with, of all tokens so far."""
+  """Returns the next token of a greedy answer, given the prompt and the tokens so far."""
   return 2 + (sum(tokens) * 7 + len(tokens)) % (fleets.VOCAB - 2)
 
 
@@ -33,27 +33,27 @@ def logprob_of(token, step):
 
 
 class Greedy(Marked):
-  """Tokens that follow from all tokens before, with logprobs that tell them and the weights."""
+  """Draws greedy tokens. The logprob of each identifies the token and the weights."""
 
   drawn = 0
-  """Of the newest request."""
+  """Number of tokens drawn for a test's newest request. The fleet's own requests do not count."""
 
   async def draw(self, prompt, params, index):
     tokens = list(prompt)
-    is_asked = len(prompt) > 2 and params.max_tokens > 1  # Else it is the fleet's own.
-    self.drawn = 0 if is_asked else self.drawn
+    is_of_test = len(prompt) > 2 and params.max_tokens > 1
+    self.drawn = 0 if is_of_test else self.drawn
     for _ in range(params.max_tokens):
       tokens.append(follower(tokens))
       step = int(self.tensors[fleets.NORM][0])
-      self.drawn += is_asked
+      self.drawn += is_of_test
       yield Drawn([tokens[-1]], [logprob_of(tokens[-1], step)], [self.generation])
 
 
-def check(asked, completion):
-  """Tokens and logprobs are those of an uninterrupted greedy answer, under the versions of the
-  segments.
+def check(request, completion):
+  """Checks that tokens and logprobs are those of an uninterrupted greedy answer, under the versions
+  of the segments.
   """
-  assert completion.tokens.tolist() == greedy(asked.prompt, asked.max_tokens)
+  assert completion.tokens.tolist() == greedy(request.prompt, request.max_tokens)
   steps = [s.version.step for s in completion.segments for _ in range(s.start, s.end)]
   wanted = [logprob_of(t, step) for t, step in zip(completion.tokens.tolist(), steps, strict=True)]
   assert completion.logprobs.tolist() == np.array(wanted, np.float32).tolist()
@@ -61,7 +61,9 @@ def check(asked, completion):
 
 
 async def recognised(fleet, place):
-  """Waits until what the server has sent so far would be kept, and has arrived."""
+  """Waits until the tokens that the server has sent have arrived and would be kept if it were
+  lost.
+  """
   recognition = fleet.replicas[place.number].client._recognition
   looks = place.server.requests['/weight_info']
   await until(lambda: looks < place.server.requests['/weight_info'] or recognition.recognised > 0)

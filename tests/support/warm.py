@@ -261,11 +261,12 @@ def _run(args: list[str], env: Mapping[str, str]) -> None:
 
 
 def _forking(initialise: Callable[..., None], fixed: Mapping[str, str]) -> Callable[..., None]:
-  """Returns `subprocess.Popen.__init__` for the supervisor of a job: a child that would execute a
-  Python script runs it in the fork instead.
+  """Returns a replacement of `subprocess.Popen.__init__` for the supervisor of a job: a child that
+  would execute a Python script runs it in the fork instead. The supervisor must not have started
+  threads when it starts its children.
 
   Args:
-    initialise: the original, which executes any other command.
+    initialise: the original method, for all other commands.
     fixed: the environment in which this process has imported its modules.
   """
 
@@ -276,7 +277,8 @@ def _forking(initialise: Callable[..., None], fixed: Mapping[str, str]) -> Calla
       subprocess.Popen.__init__ = initialise
       if before is not None:
         before()
-      os.closerange(3, os.sysconf('SC_OPEN_MAX'))  # With the last of them closed, `Popen` returns.
+      # This includes the pipe whose end tells `Popen` in the parent that the program was executed.
+      os.closerange(3, os.sysconf('SC_OPEN_MAX'))
       signal.signal(signal.SIGPIPE, signal.SIG_IGN)
       signal.signal(signal.SIGINT, signal.default_int_handler)
       signal.signal(signal.SIGTERM, signal.SIG_DFL)
