@@ -29,21 +29,19 @@ from jaxrl_llm.core.errors import first_cause
 from jaxrl_llm.core.records.span import Span
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.waits import IdleClock, bounded
-from jaxrl_llm.master.exploring.awaiting import Awaiting
-from jaxrl_llm.master.exploring.batch_policy import POLICIES, batches_ahead, passed_over
+from jaxrl_llm.master.exploring.batch_policy import POLICIES, passed_over
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.delayed import DelayedRewards
 from jaxrl_llm.master.exploring.endings import Endings
 from jaxrl_llm.master.exploring.finished import scorable_of
-from jaxrl_llm.master.exploring.gate import Gate
 from jaxrl_llm.master.exploring.outcomes import Outcomes
 from jaxrl_llm.master.exploring.partial import GroupCut
 from jaxrl_llm.master.exploring.processors import Processed, Processors
 from jaxrl_llm.master.exploring.runner import GroupExpired, GroupOrder, GroupRunner
-from jaxrl_llm.master.exploring.scheduling import Immediate, Rounds, Scheduler, ScoringRounds
 from jaxrl_llm.master.exploring.selection import Experience
 from jaxrl_llm.master.exploring.stage_samples import StageSamples
 from jaxrl_llm.master.exploring.started import StartedGroup, StartedGroups
+from jaxrl_llm.master.exploring.starting import build_starting
 from jaxrl_llm.master.exploring.tally import Tally
 from jaxrl_llm.master.exploring.trainer_scores import TrainerScores
 from jaxrl_llm.master.exploring.waves import Waves
@@ -82,48 +80,13 @@ class Explorer:
     events: Events = SILENT,
   ):
     self._config, self._runner, self._sampler = config, runner, sampler
+    self._events = events
     self._samples = StageSamples(config, runner, sampler, store, events)
     self._tally = Tally(config, runner.take_tokens)
     self._groups = StartedGroups()
-    self._waves: Waves | None = None
-    """Scheduler if groups start in waves, otherwise None."""
-    self._scheduler: Scheduler = Immediate()
-    awaiting: Awaiting | None = None
-    if runner.scorers.delayed:
-      self._scheduler = awaiting = Awaiting(
-        self._groups,
-        runner.scorers,
-        store,
-        newest=lambda: self._config.first_step + self._gate.last_batch,
-      )
-    rounds: ScoringRounds | None = None
-    if runner.scorers.by_trainer & {scorer.name for scorer in runner.scorers.config.scorers}:
-      self._scheduler = rounds = ScoringRounds(
-        self._groups, groups_per_batch=config.groups_per_batch
-      )
-    spare = 0
-    if config.partial is not None:
-      most = config.partial.max_groups(config.groups_per_batch, config.bound)
-      if config.bound:
-        self._scheduler = Rounds(self._groups, max_groups=most)
-      else:
-        spare = most - config.groups_per_batch
-        self._scheduler = self._waves = Waves(
-          self._groups, groups_per_batch=config.groups_per_batch, max_groups=most
-        )
-    self._gate = Gate(
-      bound=config.bound,
-      ahead=batches_ahead(config.batch_policy, config.bound),
-      groups_per_batch=config.groups_per_batch,
-      batches=config.batches,
-      spare=spare,
-    )
-    self._events = events
-    self._returned: set[str] = set()
-    """Ids of the groups in the last batch that `next` returned. Empty once `complete` has been
-    called for that batch.
-    """
-    may_pass_over = config.partial is not None or awaiting is not None
+    starting = build_starting(config, runner.scorers, self._groups, store)
+    self._gate, self._scheduler, self._waves = starting.gate, starting.scheduler, starting.waves
+    may_pass_over = config.partial is not None or starting.awaiting is not None
     in_order = not may_pass_over and config.batch_policy == 'in_order'
     self._outcomes = Outcomes(sampler, in_order=in_order)
     self._endings = Endings(
@@ -136,24 +99,28 @@ class Explorer:
       outcomes=self._outcomes,
       events=events,
     )
-    self._clock = IdleClock()
-    self._progress = asyncio.Event()
-    self._running: asyncio.Task | None = None
+    self._processors = Processors(config.processors)
     self._delayed: DelayedRewards | None = None
     """Groups that wait for delayed rewards; None if the run has no delayed scorer."""
-    if awaiting is not None:
-      self._delayed = DelayedRewards(awaiting=awaiting, endings=self._endings)
-    self._processors = Processors(config.processors)
+    if starting.awaiting is not None:
+      self._delayed = DelayedRewards(awaiting=starting.awaiting, endings=self._endings)
     self._trainer_scores: TrainerScores | None = None
     """Scoring by the trainer's reward model; None if the run has none."""
-    if rounds is not None:
+    if starting.rounds is not None:
       self._trainer_scores = TrainerScores(
         config=config,
         scorers=runner.scorers,
-        rounds=rounds,
+        rounds=starting.rounds,
         processors=self._processors,
         endings=self._endings,
       )
+    self._clock = IdleClock()
+    self._progress = asyncio.Event()
+    self._running: asyncio.Task | None = None
+    self._returned: set[str] = set()
+    """Ids of the groups in the last batch that `next` returned. Empty once `complete` has been
+    called for that batch.
+    """
     self._completed = self._now()
     """State as of the last completed batch."""
 
