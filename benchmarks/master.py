@@ -307,9 +307,7 @@ def open_run(fleet, folder: pathlib.Path):
     groups_per_batch=_SAMPLES.value // _SIZE.value,
     group_size=_SIZE.value,
     collect_deadline_s=3600.0,
-    **(
-      {} if _EXPLORERS.value == ['none'] else {'make': functools.partial(make_crew, folder=folder)}
-    ),
+    **options,
   )
   batches = RolloutBatches(exploration.explorer)
   logs = Logs(
