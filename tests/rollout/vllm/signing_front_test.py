@@ -1,4 +1,6 @@
-"""What a front that signs does with tickets that are used again, or whose requests are hostile."""
+"""A front that signs answers: tickets that are used again or withdrawn, hostile requests, and the
+answers that it keeps.
+"""
 
 import asyncio
 import contextlib
@@ -69,6 +71,17 @@ class Front:
 
 
 @contextlib.asynccontextmanager
+async def uploading(front, ticket):
+  """Streams of a connection that has sent the beginning of a ticket's request to the front."""
+  async with front.sending(ticket, length=len(BODY)) as (reader, writer):
+    writer.write(BODY[:3])
+    await writer.drain()
+    while b'has been used' not in (await front.post(ticket, b'x'))[1]:
+      await asyncio.sleep(0.01)
+    yield reader, writer
+
+
+@contextlib.asynccontextmanager
 async def signing(folder, goes_on=None, finish='length'):
   """
   Args:
@@ -128,13 +141,11 @@ def test_a_ticket_admits_one_body_at_a_time_and_survives_a_broken_one(tmp_path):
   async def main():
     async with signing(tmp_path) as front:
       ticket = await front.ticket()
-      async with front.sending(ticket, length=len(BODY)) as (_, writer):
-        writer.write(BODY[:3])
-        await writer.drain()
-        while b'has been used' not in (await front.post(ticket, b'x'))[1]:
-          await asyncio.sleep(0.01)
-        async with front.sending(ticket, length=direct.MAX_BODY) as (reader, _):
-          assert (await reader.readline()).startswith(b'HTTP/1.1 403'), 'before its body arrives'
+      async with (
+        uploading(front, ticket),
+        front.sending(ticket, length=direct.MAX_BODY) as (reader, _),
+      ):
+        assert (await reader.readline()).startswith(b'HTTP/1.1 403'), 'before its body arrives'
       while (answered := await front.post(ticket))[0] != 200:
         assert b'has been used' in answered[1]  # Until the front notices that the body broke off.
         await asyncio.sleep(0.01)
@@ -216,11 +227,7 @@ def test_a_ticket_that_is_withdrawn_during_its_upload_reaches_no_server(tmp_path
   async def main():
     async with signing(tmp_path) as front:
       ticket = await front.ticket()
-      async with front.sending(ticket, length=len(BODY)) as (reader, writer):
-        writer.write(BODY[:3])
-        await writer.drain()
-        while b'has been used' not in (await front.post(ticket, b'x'))[1]:
-          await asyncio.sleep(0.01)
+      async with uploading(front, ticket) as (reader, writer):
         await ask(front, WITHDRAW_PATH, nonces=[ticket.nonce])
         writer.write(BODY[3:])
         assert (await reader.readline()).startswith(b'HTTP/1.1 403')
