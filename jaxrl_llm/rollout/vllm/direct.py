@@ -66,7 +66,7 @@ class _Answer:
 
   Attributes:
     frames: encoded frames, each with a signed part.
-    refusal: reason why there is no (complete) answer; None if there is none.
+    refusal: reason why the answer is missing or has no end; None while there is no such reason.
     is_complete: whether no more frames will follow.
     readers: number of requests to which the answer is being sent.
   """
@@ -81,16 +81,18 @@ class _Answer:
     """Task that adds the frames."""
     self._expiry: asyncio.TimerHandle | None = None
     """Timer of the call that forgets the answer; None while it is being read."""
-    self._chain, self._news = chain, asyncio.Event()
+    self._chain, self._news = chain, asyncio.Event()  # `_news` is set at the next change.
     self._began = time.monotonic()
 
   def add(self, part: SignedPart) -> None:
+    """Signs a part, and adds it to the frames."""
     data = dataclasses.replace(part, age_s=time.monotonic() - self._began).encode()
     self.frames.append(encode_frame((self._chain.sign(data), data)))
     self.size += len(self.frames[-1])
     self._tell()
 
   def complete(self, refusal: Refusal | None = None) -> None:
+    """Records that no more frames will follow. Has no effect if that was recorded before."""
     if not self.is_complete:
       self.is_complete, self.refusal = True, refusal
       self._tell()
@@ -149,6 +151,7 @@ class SigningFront:
 
   @property
   def handlers(self) -> Mapping[tuple[str, str], Handler]:
+    """Handlers of the requests with the front's token, keyed by (method, path)."""
     return {
       ('GET', FRONT_PATH): self._identify,
       ('POST', COLLECT_PATH): self._collect,
@@ -157,6 +160,7 @@ class SigningFront:
 
   @property
   def ticketed(self) -> Mapping[tuple[str, str], TicketHandler]:
+    """Handlers of the requests with a ticket, keyed by (method, path)."""
     return {('POST', SIGNED_PATH): self._generate}
 
   async def close(self) -> None:
@@ -208,8 +212,6 @@ class SigningFront:
     the ticket, the ticket stays unused.
     """
     self._check(ticket)
-    if ticket.nonce in self._uploading:
-      raise Refusal(403, 'the ticket has been used')
     self._uploading.add(ticket.nonce)
     try:
       body = await (await begin_upload(request, MAX_BODY)).read()
@@ -222,12 +224,14 @@ class SigningFront:
     return body
 
   def _check(self, ticket: Ticket) -> None:
+    """Raises Refusal if the ticket is not good, or if its request is already being received."""
     if ticket.front != self._id:
       raise Refusal(403, 'the ticket is for another front, or from before this one started')
-    if ticket.nonce in self._used:
+    if ticket.nonce in self._used or ticket.nonce in self._uploading:
       raise Refusal(403, 'the ticket has been used')
 
   def _use(self, nonce: str) -> None:
+    """Records that a ticket is not good any more."""
     self._used.add(nonce)
     if len(self._used) >= _REMEMBERED:
       self._id = secrets.token_hex(16)
@@ -322,7 +326,7 @@ class SigningFront:
       Refused, Lost: the server has refused the request, or was lost.
       ValueError, KeyError, TypeError: the answer does not have vLLM's format.
     """
-    asked = json.loads(body)
+    sample = json.loads(body)
     # Wait 'upstream': bounded by the fleet, which withdraws the ticket.
     async with self._client.request(
       'POST',
@@ -332,14 +336,14 @@ class SigningFront:
       deadline_s=None,
       headers={'Content-Type': 'application/json'},
     ) as response:
-      if not asked.get('stream'):
+      if not sample.get('stream'):
         # A thread is used, because parsing a long answer would block the event loop.
         yield await asyncio.to_thread(signed_answer, await response.read())
         return
-      # The fleet then looks at once whether the server is still the process that it has given
-      # weights to. If the answer breaks off, only tokens of such a process are kept.
+      # On this part, the fleet checks at once whether the server is still the process that it has
+      # given weights to. If the answer breaks off, only tokens of such a process are kept.
       yield empty_part()
-      name, rest, size = f'generate-tokens-{asked["request_id"]}', b'', 0
+      name, rest, size = f'generate-tokens-{sample["request_id"]}', b'', 0
       async for chunk in response.chunks():
         size += len(chunk)
         if size > _MAX_ANSWER_BYTES:
