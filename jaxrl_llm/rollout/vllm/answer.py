@@ -29,6 +29,10 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import CUT, Completion, Request
 from jaxrl_llm.rollout.signed_answer import SignedPart
 
+GENERATE_PATH = '/inference/v1/generate'
+"""Path of a server for requests for samples."""
+REQUEST_PREFIX = 'generate-tokens-'
+"""Prefix that a server adds to the ids of requests, in the events of a streamed response."""
 _UNDRAWABLE = -9000.0
 """Lower limit for the logprob of a sampled token. vLLM writes -9999 for minus infinity."""
 _FINISHES = {str(finish): finish for finish in (Finish.STOP, Finish.LENGTH, Finish.REPETITION)}

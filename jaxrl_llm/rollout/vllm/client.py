@@ -1,5 +1,5 @@
 """HTTP client of one vLLM server. Only this module contains the paths and bodies of the server's
-API (vLLM 0.32).
+API (vLLM 0.32), apart from the responses to requests for samples (`answer`).
 
 Invariant: every returned value is complete and matches its request. Otherwise the client raises
 `Lost` if the request may be retried on another server, `Refused` if the server works but rejects
@@ -27,16 +27,20 @@ from jaxrl_llm.core.net.client import Client, Lost, Malformed, Refused, RemoteEr
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Request, Undelivered
 from jaxrl_llm.rollout.signed_answer import SignedPart
-from jaxrl_llm.rollout.vllm.answer import Begun, read_completion, read_parts, read_stream
+from jaxrl_llm.rollout.vllm.answer import (
+  GENERATE_PATH,
+  REQUEST_PREFIX,
+  Begun,
+  read_completion,
+  read_parts,
+  read_stream,
+)
 from jaxrl_llm.rollout.vllm.publication import Publication
 from jaxrl_llm.rollout.vllm.stream import Arrivals, Broken, Recognition
 from jaxrl_llm.rollout.vllm.ticket_office import SignedParts, TicketOffice
 
 MODEL = 'policy'
 """Name under which servers serve the policy (`--served-model-name`)."""
-_GENERATE = '/inference/v1/generate'
-_NAME = 'generate-tokens-'
-"""Prefix that the server adds to the ids of requests."""
 _WEIGHT_INFO = '/weight_info'
 _LABEL_S = 10.0
 """Time limit in seconds of a request for the server's label."""
@@ -335,9 +339,9 @@ class VllmClient:
     """Sends a request for a sample and parses the response. Called in the event loop for
     responses.
     """
-    label = f'{self.name}: {_GENERATE}'
+    label = f'{self.name}: {GENERATE_PATH}'
     async with self._samples.request(
-      'POST', _GENERATE, body, label=label, deadline_s=deadline_s
+      'POST', GENERATE_PATH, body, label=label, deadline_s=deadline_s
     ) as response:
       data = await response.read()
     return await background.by_length(
@@ -361,10 +365,10 @@ class VllmClient:
     """Sends a request for a sample, receives the response in parts, and parses it. Called in the
     event loop for responses.
     """
-    label, begun, lost = f'{self.name}: {_GENERATE}', math.inf, None
+    label, begun, lost = f'{self.name}: {GENERATE_PATH}', math.inf, None
     try:
       async with self._samples.request(
-        'POST', _GENERATE, body, label=label, deadline_s=deadline_s
+        'POST', GENERATE_PATH, body, label=label, deadline_s=deadline_s
       ) as response:
         begun = asyncio.get_running_loop().time()
         async for part in response.chunks():
@@ -382,7 +386,7 @@ class VllmClient:
       arrivals.whole(),
       request,
       known=arrivals.known if self._recognition.is_since(begun) else 0,
-      name=f'{_NAME}{body["request_id"]}',
+      name=f'{REQUEST_PREFIX}{body["request_id"]}',
       engine=self.name,
       labels=self._labels,
       adapter=None if adapter is None else adapter.label,
@@ -417,7 +421,7 @@ class VllmClient:
         'detokenize': False,
       }
       body = {'token_ids': [0], 'sampling_params': {**params, 'prompt_logprobs': 0, 'seed': 1}}
-      await self.call('POST', '/inference/v1/generate', body, deadline_s=deadline_s)
+      await self.call('POST', GENERATE_PATH, body, deadline_s=deadline_s)
 
   async def prompt_logprobs(
     self, tokens: Sequence[int], *, deadline_s: float
@@ -445,7 +449,7 @@ class VllmClient:
       'prompt_logprobs': count,
       'detokenize': False,
     }
-    answer = await self.call('POST', _GENERATE, body, deadline_s=deadline_s)
+    answer = await self.call('POST', GENERATE_PATH, body, deadline_s=deadline_s)
     try:
       return list(answer['prompt_logprobs'])
     except (KeyError, TypeError) as error:

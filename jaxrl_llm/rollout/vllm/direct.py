@@ -31,7 +31,12 @@ from jaxrl_llm.core.net.server import SERVER, Refusal, begin_upload, parse_objec
 from jaxrl_llm.core.net.tickets import Chain, Ticket, TicketKeys
 from jaxrl_llm.core.net.token_server import TicketHandler
 from jaxrl_llm.rollout.signed_answer import BEAT_S, KEEP_S, SignedPart, empty_part, encode_frame
-from jaxrl_llm.rollout.vllm.answer import signed_answer, signed_events
+from jaxrl_llm.rollout.vllm.answer import (
+  GENERATE_PATH,
+  REQUEST_PREFIX,
+  signed_answer,
+  signed_events,
+)
 
 FRONT_PATH, SIGNED_PATH = '/direct/front', '/direct/generate'
 """Paths of a front: for its number, which it chooses at random, and for requests for samples that
@@ -45,7 +50,6 @@ MALFORMED = 'malformed'
 """Value of `SignedPart.finish` if the server's answer does not have vLLM's format. None of its
 tokens are used.
 """
-_UPSTREAM_PATH = '/inference/v1/generate'
 _MAX_ANSWER_BYTES = 1 << 28
 _READ_S = 60.0
 """Seconds after which a client that does not read its response is disconnected."""
@@ -330,7 +334,7 @@ class SigningFront:
     # Wait 'upstream': bounded by the fleet, which withdraws the ticket.
     async with self._client.request(
       'POST',
-      _UPSTREAM_PATH,
+      GENERATE_PATH,
       body,
       label='the server behind this front',
       deadline_s=None,
@@ -343,7 +347,7 @@ class SigningFront:
       # On this part, the fleet checks at once whether the server is still the process that it has
       # given weights to. If the answer breaks off, only tokens of such a process are kept.
       yield empty_part()
-      name, rest, size = f'generate-tokens-{sample["request_id"]}', b'', 0
+      name, rest, size = f'{REQUEST_PREFIX}{sample["request_id"]}', b'', 0
       async for chunk in response.chunks():
         size += len(chunk)
         if size > _MAX_ANSWER_BYTES:
