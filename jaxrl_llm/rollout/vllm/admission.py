@@ -34,6 +34,11 @@ class Admission:
   async def start(self, replica: Replica) -> None:
     """Starts the server if the run owns it, and checks that it serves the policy's model. Loads no
     version yet.
+
+    Raises:
+      UserError: the server does not suit the run.
+      RunError: the server of the run does not start.
+      Lost: the server cannot be reached, or fails.
     """
     if replica.server is not None:
       replica.server.start()

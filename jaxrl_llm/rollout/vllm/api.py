@@ -41,8 +41,11 @@ class EngineServer(Protocol):
     ...
 
   async def max_model_len(self) -> int:
-    """Returns the length of the longest sequence that the server accepts, in tokens. Raises
-    UserError if there is no usable server at the address.
+    """Returns the length of the longest sequence that the server accepts, in tokens.
+
+    Raises:
+      UserError: there is no usable server at the address.
+      Lost: the server cannot be reached, or fails.
     """
     ...
 

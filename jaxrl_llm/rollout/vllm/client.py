@@ -154,14 +154,19 @@ class VllmClient:
     return True
 
   async def max_model_len(self) -> int:
-    """Returns the length of the longest sequence that the server accepts, in tokens. Raises
-    UserError if there is no usable vLLM server at the address.
+    """Returns the length of the longest sequence that the server accepts, in tokens.
+
+    Raises:
+      UserError: the address is not that of a usable vLLM server.
+      Lost: no server can be reached at the address.
     """
     try:
       answer = await self.call('GET', '/v1/models', deadline_s=30.0)
       return next(int(m['max_model_len']) for m in answer['data'] if m['id'] == MODEL)
     except Lost as error:
-      raise UserError(
+      # A server that cannot be reached now may suit the run later.
+      kind = UserError if isinstance(error, Malformed) else Lost
+      raise kind(
         f'engine {self.name}: no vLLM server answers at {self.address} ({error}); start one with '
         'jaxrl serve, or correct rollout.vllm.addresses'
       ) from None

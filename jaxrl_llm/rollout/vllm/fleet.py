@@ -14,8 +14,8 @@ from typing import Any
 
 from absl import logging
 
-from jaxrl_llm.core.errors import RunError, first_cause
-from jaxrl_llm.core.net.client import Lost
+from jaxrl_llm.core.errors import RunError, UserError, first_cause
+from jaxrl_llm.core.net.client import Lost, RemoteError
 from jaxrl_llm.core.process_clock import TOKENS, seconds_metrics
 from jaxrl_llm.core.types import Json, Version
 from jaxrl_llm.models.spec import ModelSpec
@@ -164,7 +164,8 @@ class Fleet:
           if replica not in absent and (not self.is_released or replica.server is None):
             starts.create_task(self._admission.start(replica))
     except BaseExceptionGroup as group:
-      raise first_cause(group) from None
+      error = first_cause(group)
+      raise UserError(str(error)) if isinstance(error, RemoteError) else error from None
     for replica in self.replicas:
       replica.state = ReplicaState.SERVING
     for replica in absent:

@@ -178,13 +178,7 @@ class Repairs:
 
   async def _bring_in(self, replica: Replica, discovery: Discovery) -> None:
     await self._admission.await_attached(replica)
-    try:
-      await self._admission.start(replica)
-    except UserError as error:
-      # A server that was lost while it was checked may suit the run, so it may join later.
-      if isinstance(error.__context__, Lost):
-        raise Lost(str(error)) from None
-      raise
+    await self._admission.start(replica)
     await self._catch_up(replica, works=True)
     self._roster.counts['joined'] += 1
     discovery.tell(replica.name, 'joined')

@@ -12,13 +12,13 @@ import contextlib
 import dataclasses
 import enum
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
+from jaxrl_llm.core.net.client import Lost, Malformed, Refused, RemoteError
 from jaxrl_llm.core.process_clock import ProcessClock
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Probe, Request
@@ -439,6 +439,7 @@ class Replica:
     Raises:
       UserError: the server is unsuitable for the run, for example because of its model, its maximum
         sequence length or its logprobs.
+      Lost: the server cannot be reached, or fails.
     """
     where = f'engine {self.name} ({self.client.address})'
     served = await self.client.max_model_len()
@@ -447,12 +448,8 @@ class Replica:
         f'{where}: max_model_len is {served}, the run needs {wanted.max_length} '
         '(rollout.max_prompt_length + max_response_length); start it with a larger --max_model_len'
       )
-    try:
+    with _explained(f'{where}: has no worker extension of jaxrl_llm', 'start it with jaxrl serve'):
       workers = await self.client.weights()
-    except RemoteError as error:
-      raise UserError(
-        f'{where}: has no worker extension of jaxrl_llm ({error}); start it with jaxrl serve'
-      ) from None
     if any(worker['device'] == JAX_DEVICE for worker in workers):
       raise UserError(
         f'{where}: computes with JAX, as vLLM does on TPUs, where it cannot load weights while it '
@@ -467,30 +464,39 @@ class Replica:
       _check_worker(where, worker, wanted)
     if wanted.direct:
       await self._check_front(where)
-    try:
+    with _explained(
+      f'{where}: cannot receive weights over {self.transfer.backend!r}',
+      'start it with the same rollout.vllm.transfer, or set another',
+    ):
       await self.transfer.connect(self.client)
-    except RemoteError as error:
-      raise UserError(
-        f'{where}: cannot receive weights over {self.transfer.backend!r} ({error}); start it with '
-        'the same rollout.vllm.transfer, or set another'
-      ) from None
-    try:
+    with _explained(f'{where}: cannot generate', 'read its log, and restart it'):
       # A trainer that died during a publication may have left its servers paused.
       await self.client.resume()
       await self.client.warm_up(sampled=not wanted.speculative, deadline_s=deadline_s)
-    except RemoteError as error:
-      raise UserError(f'{where}: cannot generate ({error}); read its log, and restart it') from None
 
   async def _check_front(self, where: str) -> None:
-    try:
+    with _explained(
+      f'{where}: no front signs its answers, which rollout.explorers.direct requires',
+      'start it with jaxrl serve --host, or set rollout.explorers.direct=False',
+    ):
       if not isinstance(self.client, DirectServer):
         raise Refused('its client cannot have others fetch completions')
       await self.client.check_front()
-    except RemoteError as error:
-      raise UserError(
-        f'{where}: no front signs its answers ({error}), which rollout.explorers.direct requires; '
-        'start it with jaxrl serve --host, or set rollout.explorers.direct=False'
-      ) from None
+
+
+@contextlib.contextmanager
+def _explained(problem: str, remedy: str) -> Iterator[None]:
+  """Adds a problem and its remedy to the message of a RemoteError in the `with` block. If the
+  server refuses a request or its answer is malformed, the server does not suit the run, and the
+  error becomes a UserError. An error of another kind stays Lost, because the server may suit the
+  run once it can be reached.
+  """
+  try:
+    yield
+  except RemoteError as error:
+    is_at_fault = isinstance(error, Refused | Malformed)
+    kind = UserError if is_at_fault else Lost
+    raise kind(f'{problem} ({error}); {remedy}') from None
 
 
 JAX_DEVICE = 'jax'

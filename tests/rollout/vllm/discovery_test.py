@@ -414,14 +414,15 @@ def test_later_a_server_of_another_model_is_ignored_with_one_line(tmp_path, said
   run(main)
 
 
-def test_a_server_that_is_lost_while_it_is_checked_joins_later(tmp_path, monkeypatch):
+@pytest.mark.parametrize('path', ['/v1/models', '/collective_rpc', GENERATE])
+def test_a_server_that_is_lost_while_it_is_checked_joins_later(tmp_path, monkeypatch, path):
   monkeypatch.setattr(discovery, '_REST_S', 0.05)
 
   async def main():
     async with places(tmp_path, 2) as made, job(tmp_path) as of:
       of.register(made[0])
       async with of.fleet(tmp_path) as fleet:
-        made[1].faults.fault, made[1].faults.times = Fault.CUT, 1
+        made[1].faults.fault, made[1].faults.path, made[1].faults.times = Fault.CUT, path, 1
         of.register(made[1])
         await until(lambda: len(of.told) > 2)
         assert of.told[1:] == [('vllm-1', 'given up'), ('vllm-1', 'joined')]

@@ -994,6 +994,23 @@ def test_an_address_that_is_wrong(tmp_path, address, words):
 
 
 @pytest.mark.parametrize(
+  ('path', 'words'),
+  [
+    ('/v1/models', 'no vLLM server answers at unix:'),
+    ('/collective_rpc', 'has no worker extension of jaxrl_llm (vllm-0: /collective_rpc: '),
+    (GENERATE, 'cannot generate (vllm-0: '),
+  ],
+)
+def test_a_server_that_is_lost_while_it_is_checked_at_the_start(tmp_path, path, words):
+  async def main():
+    async with places(tmp_path, 1) as made:
+      made[0].faults.fault, made[0].faults.path = Fault.CUT, path
+      await attach(tmp_path, made[0].address)()
+
+  assert words in refusal(main)
+
+
+@pytest.mark.parametrize(
   ('status', 'text', 'words'),
   [
     (200, '<html>It works!</html>', "answered '<html>It works!</html>', wanted JSON"),

@@ -39,7 +39,7 @@ class Server:
   what is asked.
   """
 
-  address, adapter = 'http://127.0.0.1:9', None
+  address, adapter, backend = 'http://127.0.0.1:9', None, 'files'
 
   def __init__(self, device):
     self.calls: list[str] = []

@@ -682,7 +682,7 @@ class Unwilling(FileTransfer):
   backend = 'nccl'
 
   async def connect(self, client):
-    raise Lost('no such engine')
+    raise Refused('no such engine')
 
 
 def environment(folder, distribution):

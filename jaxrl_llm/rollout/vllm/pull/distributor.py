@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 
-from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
+from jaxrl_llm.core.net.client import Lost, Malformed, Refused, RemoteError
 from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.publication import MANIFEST, Publication
@@ -245,7 +245,9 @@ class PullTransfer(FileTransfer):
     answer = await client.call('GET', PULL_PATH)
     names = (answer.get('host'), answer.get('store')) if isinstance(answer, dict) else ()
     if len(names) != 2 or not all(isinstance(name, str) for name in names):
-      raise Lost(f'{client.name}: {PULL_PATH}: answered {answer!r:.80}, wanted a host and a store')
+      raise Malformed(
+        f'{client.name}: {PULL_PATH}: answered {answer!r:.80}, wanted a host and a store'
+      )
     host, store = names
     self._client, self._host = client, host
     self._local.clear()
