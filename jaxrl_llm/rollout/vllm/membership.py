@@ -150,7 +150,7 @@ class Membership:
       roster.add(replica)
       if not start:
         logging.info('engine %s: joins, at %s', replica.name, lease.address)
-        self._repairs.bring_in(replica, discovery)
+        self._repairs.bring_in(replica)
 
   def _leave(self, replica: Replica, *, expired: bool) -> None:
     """Removes a server from the fleet, and starts a task that closes it. The task first waits for

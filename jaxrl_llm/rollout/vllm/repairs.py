@@ -115,9 +115,9 @@ class Repairs:
     logging.warning('engine %s: taken out of service: %s', replica.name, reason)
     self._begin(replica, self._bring_back(replica), 'repair')
 
-  def bring_in(self, replica: Replica, discovery: Discovery) -> None:
+  def bring_in(self, replica: Replica) -> None:
     """Starts a task that brings a server that has registered itself into service."""
-    self._begin(replica, self._bring_in(replica, discovery), 'join')
+    self._begin(replica, self._bring_in(replica), 'join')
 
   async def restore(self, replicas: Iterable[Replica]) -> None:
     """Brings released servers back into service, and waits until they serve or were given up."""
@@ -155,7 +155,7 @@ class Repairs:
     if not task.cancelled() and (error := task.exception()) is not None:
       replica.state = ReplicaState.GONE
       if self._discovery is not None:
-        self._give_up(replica, error, self._discovery)
+        self._give_up(replica, error)
       else:
         logging.error('engine %s: given up: %s', replica.name, error)
         if all(r.state == ReplicaState.GONE for r in self._roster.replicas):
@@ -163,25 +163,25 @@ class Repairs:
     self._roster.changed.set()
     self._roster.dispatcher.dispatch()
 
-  def _give_up(self, replica: Replica, error: BaseException, discovery: Discovery) -> None:
+  def _give_up(self, replica: Replica, error: BaseException) -> None:
     """Removes a discovered server from the fleet. It may rejoin later unless it is unsuitable for
     the run.
     """
     self._roster.remove(replica)
     self._roster.note_trouble(replica, error)
     unsuited = isinstance(error, UserError) and not isinstance(error, RunError)
-    if discovery.rest(replica, for_good=unsuited):
-      discovery.tell(replica.name, 'refused' if unsuited else 'given up')
+    if self._discovery.rest(replica, for_good=unsuited):
+      self._discovery.tell(replica.name, 'refused' if unsuited else 'given up')
       logging.warning(
         'engine %s: %s: %s', replica.name, 'is ignored' if unsuited else 'given up', error
       )
 
-  async def _bring_in(self, replica: Replica, discovery: Discovery) -> None:
+  async def _bring_in(self, replica: Replica) -> None:
     await self._admission.await_attached(replica)
     await self._admission.start(replica)
     await self._catch_up(replica, works=True)
     self._roster.counts['joined'] += 1
-    discovery.tell(replica.name, 'joined')
+    self._discovery.tell(replica.name, 'joined')
 
   async def _bring_back(self, replica: Replica) -> None:
     await self._catch_up(replica, works=await self._is_as_before(replica))
