@@ -383,9 +383,9 @@ class Verification:
   """Reads and verifies the files of whole weights in a thread, while the server samples.
 
   Tensors that are read whole are views of the mapped files. They are therefore not used if a file
-  has been overwritten since; the trainer overwrites files that it has released. Until the tensors
-  are used, the thread watches the files. If a file is removed or overwritten, the thread forgets
-  the tensors, so that the file's memory is freed.
+  has been overwritten since; the trainer overwrites files that it has released. Until
+  `close` is called, the thread watches the files. If a file is removed or overwritten, the thread
+  forgets the tensors, so that the file's memory is freed.
   """
 
   def __init__(self, views: Mapping[str, View], update: Update):
@@ -435,17 +435,14 @@ class Verification:
   def tensors_of(self, update: Update) -> dict[str, torch.Tensor] | None:
     """Returns the verified tensors. Returns None if they belong to another update than `update`, if
     the verification has failed or is not complete, or if a file was overwritten since. Can be
-    called once.
+    called until the verification is closed.
     """
     if not self.is_done:
       return None
     names = ('directory', 'files', 'slices')
     with self._lock:
       is_same = all(getattr(update, name) == getattr(self._update, name) for name in names)
-      is_same = is_same and self._stamps_now() == self._stamps
-      tensors = self._tensors if is_same else None
-      self._forget()
-    return tensors
+      return self._tensors if is_same and self._stamps_now() == self._stamps else None
 
   def close(self) -> None:
     """Forgets the tensors, and closes the files."""
@@ -508,6 +505,16 @@ class Receiver:
   def receive(self, views: Mapping[str, View], update: Update) -> None:
     """Loads an update. Raises ValueError before the first write if the update cannot be used."""
     verification, self._verification = self._verification, None
+    try:
+      self._load(views, update, verification)
+    finally:
+      if verification is not None:
+        verification.close()
+
+  def _load(
+    self, views: Mapping[str, View], update: Update, verification: Verification | None
+  ) -> None:
+    """Loads an update, with the tensors of a verification if they belong to it; see `receive`."""
     label, deltas = update.label if update.files else self.holds, []
     for delta in update.deltas:
       if label is None or delta['before'] != label:

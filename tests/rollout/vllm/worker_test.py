@@ -465,7 +465,9 @@ def open_maps(directory):
   return sum(f'{directory}/' in line for line in [*maps, *links])
 
 
-@pytest.mark.parametrize('change', ['removed', 'overwritten', 'another update', 'refused'])
+@pytest.mark.parametrize(
+  'change', ['removed', 'overwritten', 'another update', 'refused', 'refused delta']
+)
 def test_maps_of_verified_files_are_closed_when_no_update_can_use_them(
   tmp_path, published, monkeypatch, change
 ):
@@ -487,10 +489,15 @@ def test_maps_of_verified_files_are_closed_when_no_update_can_use_them(
   elif change == 'another update':
     (tmp_path / 'empty').mkdir()
     receiver.verify(views, whole_update(tmp_path / 'empty', files, {}))
-  else:
+  elif change == 'refused':
     del views[next(iter(views))]
     with pytest.raises(ValueError, match='publication and model differ'):
       receiver.receive(views, whole_update(tmp_path, files, {}))
+  else:
+    update = whole_update(tmp_path, {}, {})
+    update.deltas = [{'before': '0.1'}]
+    with pytest.raises(ValueError, match='holds no known version'):
+      receiver.receive(views, update)
   deadline = time.monotonic() + 60
   while open_maps(tmp_path):
     assert time.monotonic() < deadline
