@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,12 +58,14 @@ def adapter_entries(spec: ModelSpec, lora: LoraConfig) -> list[TensorEntry]:
 class AdapterFile:
   """Adapter file that is written while its arrays arrive; see `open_adapter`."""
 
-  def __init__(self, tensors: Iterable[TensorEntry], writer: TensorWriter):
+  def __init__(self, tensors: Iterable[TensorEntry], writer: TensorWriter, nbytes: int):
     """
     Args:
       tensors: tensors of the file.
       writer: writer in which the file is open.
+      nbytes: total size of the tensors in bytes.
     """
+    self.nbytes = nbytes
     self._writer, self._tensors = writer, {entry.hf: entry for entry in tensors}
     self._by_name: dict[str, list[TensorEntry]] = {}
     for entry in self._tensors.values():
@@ -72,10 +73,6 @@ class AdapterFile:
         self._by_name.setdefault(name, []).append(entry)
     self._rows: collections.Counter[str] = collections.Counter()
     """Number of rows of each tensor that have arrived."""
-    self.nbytes = sum(
-      math.prod(entry.shape) * np.dtype(_DTYPE).itemsize for entry in self._tensors.values()
-    )
-    """Total size of the tensors in bytes."""
 
   def holds(self, name: str) -> bool:
     """Returns whether a parameter belongs to the file, given its name in the tree."""
@@ -91,14 +88,14 @@ class AdapterFile:
     """
     targets = self._by_name.get(name)
     if targets is None:
-      raise UserError(f'{name}: not a trained parameter of the {WEIGHTS}')
+      raise UserError(f'{name}: is not among the parameters of {WEIGHTS}')
     is_stacked = targets[0].layer is not None and name == targets[0].path
     for entry in targets:
       rows = np.asarray(array[entry.layer] if is_stacked else array)
       self._rows[entry.hf] += len(rows)
       if rows.shape[1:] != entry.shape[1:] or self._rows[entry.hf] > entry.shape[0]:
         raise UserError(
-          f'{name}: has shape {rows.shape}, wanted {entry.shape}; is it of another model or rank?'
+          f'{name}: has shape {rows.shape}, wanted {entry.shape}; is the model or the rank another?'
         )
       self._writer.add(entry.hf, rows, whole=rows.shape == entry.shape)
 
@@ -145,8 +142,9 @@ def open_adapter(
     write_json(directory / CONFIG, _config(spec, lora, base))
     try:
       with TensorWriter(_DTYPE) as writer, open(path, 'wb', buffering=0) as file:
-        writer.open(file, FileLayout({entry.hf: entry.shape for entry in tensors}, _DTYPE))
-        opened = AdapterFile(tensors, writer)
+        layout = FileLayout({entry.hf: entry.shape for entry in tensors}, _DTYPE)
+        writer.open(file, layout)
+        opened = AdapterFile(tensors, writer, layout.nbytes)
         yield opened
         opened.finish()
       path.replace(directory / WEIGHTS)

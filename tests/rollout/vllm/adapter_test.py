@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.vllm.publication import read_checked
 from jaxrl_llm.rollout.vllm.replica import Replica, Unproven
 from jaxrl_llm.rollout.vllm.server import lora_rank
 from jaxrl_llm.weights.checksums import checksums
-from jaxrl_llm.weights.peft import WEIGHTS
+from jaxrl_llm.weights.peft import WEIGHTS, export_adapter
 from jaxrl_llm.weights.tables import entries
 
 LORA = LoraConfig(rank=2, alpha=4, targets=('query', 'down'))
@@ -76,6 +76,22 @@ def test_arrays_of_adapters_may_come_in_parts(folder, params, tmp_path):
     base = version is A
     whole = other.write(version, leaves(params, version.step, base=base))
     assert folder.write(version, parts(version.step, base=base)).files == whole.files
+
+
+@pytest.mark.parametrize(
+  ('change', 'words'),
+  [
+    (lambda name, leaf: [], 'the adapters lack'),
+    (lambda name, leaf: [(name, leaf), (name, leaf[:1])], 'has shape'),
+    (lambda name, leaf: [(name, leaf[:, :-1])], 'has shape'),
+    (lambda name, leaf: [(f'{name}_2', leaf)], 'is not among the parameters'),
+  ],
+)
+def test_an_adapter_of_other_parameters_leaves_no_file(params, tmp_path, change, words):
+  first, *rest = leaves(params, 0, base=False)
+  with pytest.raises(UserError, match=words):
+    export_adapter(tmp_path, [*rest, *change(*first)], SPEC, LORA, base=None)
+  assert [path.name for path in tmp_path.iterdir()] == ['adapter_config.json']
 
 
 @pytest.mark.full
