@@ -40,14 +40,16 @@ def check_library(module: str, where: str) -> None:
 
 
 class _Deferred(types.ModuleType):
-  """A module that is imported when one of its attributes is read.
+  """A module that is imported when one of its attributes is read or a submodule is imported.
 
-  Attributes such as `__file__` do not count, because some libraries read those of everything in
-  `sys.modules`. With `importlib.util.LazyLoader`, such a library would import the module.
+  Other attributes with two underscores, such as `__file__`, do not count, because some libraries
+  read those of everything in `sys.modules`. With `importlib.util.LazyLoader`, such a library would
+  import the module.
   """
 
   def __getattr__(self, attribute: str) -> Any:
-    if attribute.startswith('__'):
+    # An import of a submodule reads `__path__`.
+    if attribute.startswith('__') and attribute != '__path__':
       raise AttributeError(attribute)
     if sys.modules.get(self.__name__) is self:
       del sys.modules[self.__name__]
@@ -55,12 +57,8 @@ class _Deferred(types.ModuleType):
 
 
 def defer(module: str) -> None:
-  """Delays the import of a module until one of its attributes is used. Does nothing if the module
-  has been imported already or is not installed.
-
-  Args:
-    module: name of a top-level module that is only used as `import module`. `import module.part`
-      would fail.
+  """Delays the import of a top-level module until something in it is used. Does nothing if the
+  module has been imported already or is not installed.
   """
   if module in sys.modules or (spec := importlib.util.find_spec(module)) is None:
     return

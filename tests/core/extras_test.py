@@ -86,3 +86,15 @@ def test_a_deferred_module_is_imported_at_its_first_use(tmp_path, monkeypatch):
   assert sys.modules.pop('deferred_by_test') is later
   defer('no_such_module')
   assert 'no_such_module' not in sys.modules
+
+
+def test_a_part_of_a_deferred_package_can_be_imported(tmp_path, monkeypatch):
+  package = tmp_path / 'deferred_package'
+  package.mkdir()
+  (package / '__init__.py').write_text('value = 7\n')
+  (package / 'part.py').write_text('from deferred_package import value\n')
+  monkeypatch.syspath_prepend(tmp_path)
+  defer('deferred_package')
+  part = importlib.import_module('deferred_package.part')
+  assert part.value == 7 and sys.modules.pop('deferred_package').part is part
+  del sys.modules['deferred_package.part']
