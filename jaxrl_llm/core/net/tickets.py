@@ -21,7 +21,9 @@ SIGNATURE_BYTES = 32
 """Length of a signature in bytes."""
 _SCHEME = b'Ticket '
 """Beginning of the Authorization header that carries a ticket."""
-_TICKET = re.compile(rb'([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{64})\.([0-9a-f]{64})')
+_TICKET = re.compile(
+  rb'([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9a-f]{64})\.([0-9a-f]{8})\.([0-9a-f]{64})'
+)
 _COST = {'n': 1 << 14, 'r': 8, 'p': 1, 'maxmem': 64 << 20}
 """Cost of scrypt: 16 MiB and about 50 ms."""
 
@@ -35,6 +37,13 @@ class Ticket(NamedTuple):
   """Random number of the front, which it chooses when it starts, and again from time to time."""
   digest: str
   """SHA-256 of the body of the request."""
+  size: str
+  """Size of the body in bytes, as 8 hexadecimal digits."""
+
+  @property
+  def body_bytes(self) -> int:
+    """Size of the body in bytes."""
+    return int(self.size, 16)
 
   def permits(self, body: bytes) -> bool:
     """Returns whether the ticket is for a request with this body."""
@@ -52,7 +61,8 @@ class TicketKeys:
 
   def issue(self, front: str, body: bytes) -> Ticket:
     """Returns a new ticket for a request with this body at a front."""
-    return Ticket(secrets.token_hex(16), front, hashlib.sha256(body).hexdigest())
+    digest, size = hashlib.sha256(body).hexdigest(), f'{len(body):08x}'
+    return Ticket(secrets.token_hex(16), front, digest, size)
 
   def header(self, ticket: Ticket) -> str:
     """Returns the Authorization header for a request with a ticket."""
@@ -66,9 +76,10 @@ class TicketKeys:
     parts = _TICKET.fullmatch(header.removeprefix(_SCHEME))
     if parts is None or not header.startswith(_SCHEME):
       return None
-    ticket = Ticket(*(part.decode() for part in parts.groups()[:-1]))
+    *fields, mac = parts.groups()
+    ticket = Ticket(*(each.decode() for each in fields))
     wanted = _mac(self._tickets, ticket.encoded()).hex().encode()
-    return ticket if hmac.compare_digest(parts[4], wanted) else None
+    return ticket if hmac.compare_digest(mac, wanted) else None
 
   def chain(self, ticket: Ticket) -> Chain:
     """Returns the chain of signatures of the answer to the request that the ticket permits."""

@@ -211,14 +211,14 @@ class SigningFront:
     """Returns the body of a request, and marks its ticket as used. Raises Refusal if the ticket
     does not permit this request, or if it was used or withdrawn before.
 
-    While one body is being received, the ticket admits no other, because one ticket would otherwise
-    admit any number of large bodies at the same time. If the body is incomplete or is not that of
-    the ticket, the ticket stays unused.
+    The ticket admits no larger body than its own and, while one body is being received, no other.
+    Otherwise, one ticket would admit any number of large bodies at the same time. If the body is
+    incomplete or is not that of the ticket, the ticket stays unused.
     """
     self._check(ticket)
     self._uploading.add(ticket.nonce)
     try:
-      body = await (await begin_upload(request, MAX_BODY)).read()
+      body = await (await begin_upload(request, min(ticket.body_bytes, MAX_BODY))).read()
       if not await background.by_length(len(body) >> 8, ticket.permits, body):
         raise Refusal(403, 'the ticket is for a request with another body')
     finally:

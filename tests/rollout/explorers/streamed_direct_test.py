@@ -21,6 +21,7 @@ from jaxrl_llm.rollout.explorers import fetching
 from jaxrl_llm.rollout.explorers.errands import BadDelivery, Errands, RequestCourier
 from jaxrl_llm.rollout.explorers.fetching import Fetcher
 from jaxrl_llm.rollout.explorers.wire import Delivery
+from jaxrl_llm.rollout.signed_answer import SignedPart
 from jaxrl_llm.rollout.vllm import direct, stream, ticket_office
 
 FAST = {'stream': 4, 'dispatch': 'uniform', 'max_restarts': 10**6}
@@ -133,6 +134,8 @@ def test_parts_that_arrive_together_are_delivered_together(tmp_path, monkeypatch
       check(asked, (await asking)[0])
       assert 1 <= len(deliveries) <= 2 < len(parts), 'the first one, and the rest at the end'
       assert [part for delivery in deliveries for part in delivery.parts] == parts
+      begun = SignedPart.decode(parts[0][1])
+      assert not begun.is_waiting and not len(begun.tokens), 'the server has begun to answer'
 
   run(main)
 
@@ -201,16 +204,30 @@ def test_a_front_that_waits_for_its_server_does_not_show_which_process_will_answ
 
 def test_nothing_is_kept_of_a_server_that_breaks_the_protocol(tmp_path):
   async def main():
-    async with direct_fleet(tmp_path, 2, **FAST) as (made, fleet), Hand() as hand:
+    async with under_way(tmp_path) as (made, fleet, hand, asked, asking):
       made[0].faults.spoil = lambda event: event[:-10] + b'\n\n'
-      hand.work(hand.be_honest())
-      asked, asking = hand.asking(fleet)
+      made[0].faults.stall_at = None
       (completion,) = await asking
       check(asked, completion)
       assert [segment.engine for segment in completion.segments] == ['vllm-1']
       assert fleet.counts['continued'] == 0 and fleet.counts['retries'] == 1
       assert len(hand.begun) == 2 and hand.counts == {'direct_delivered': 1}
       made[0].faults.spoil = None
+
+  run(main)
+
+
+def test_an_answer_that_is_too_long_is_malformed(tmp_path, monkeypatch):
+  monkeypatch.setattr(direct, '_MAX_ANSWER_BYTES', 1000)
+
+  async def main():
+    async with direct_fleet(tmp_path, **FAST) as (_, fleet), Hand() as hand:
+      _, asking = hand.asking(fleet)
+      parts = [part async for _, part in hand.fetcher.received(await hand.errand())]
+      last = SignedPart.decode(parts[-1])
+      assert last.finish == direct.MALFORMED and last.broken == 'more than 1000 bytes'
+      asking.cancel()
+      await asyncio.gather(asking, return_exceptions=True)
 
   run(main)
 

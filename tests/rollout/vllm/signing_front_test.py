@@ -143,13 +143,26 @@ def test_a_ticket_admits_one_body_at_a_time_and_survives_a_broken_one(tmp_path):
       ticket = await front.ticket()
       async with (
         uploading(front, ticket),
-        front.sending(ticket, length=direct.MAX_BODY) as (reader, _),
+        front.sending(ticket, length=len(BODY)) as (reader, _),
       ):
         assert (await reader.readline()).startswith(b'HTTP/1.1 403'), 'before its body arrives'
       while (answered := await front.post(ticket))[0] != 200:
         assert b'has been used' in answered[1]  # Until the front notices that the body broke off.
         await asyncio.sleep(0.01)
       assert len(front.upstream.seen) == 1
+
+  run(main)
+
+
+def test_a_ticket_admits_no_larger_body_than_its_own(tmp_path):
+  """Otherwise, an explorer could fill the memory of the front with all its tickets."""
+
+  async def main():
+    async with signing(tmp_path) as front:
+      ticket = await front.ticket()
+      async with front.sending(ticket, length=len(BODY) + 1) as (reader, _):
+        assert (await reader.readline()).startswith(b'HTTP/1.1 413'), 'before its body arrives'
+      assert (await front.post(ticket))[0] == 200
 
   run(main)
 
