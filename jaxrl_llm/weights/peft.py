@@ -71,6 +71,7 @@ class AdapterFile:
     for entry in self._tensors.values():
       for name in {entry.path, entry.unrolled}:
         self._by_name.setdefault(name, []).append(entry)
+    """Tensors of each parameter, keyed by its name in the stacked and in the unrolled tree."""
     self._rows: collections.Counter[str] = collections.Counter()
     """Number of rows of each tensor that have arrived."""
 

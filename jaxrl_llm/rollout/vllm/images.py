@@ -67,6 +67,7 @@ class ShareImage:
     whole = FileLayout({entry.hf: entry.shape for entry in entries(spec)}, dtype)
     self._image = Image(self._layout, dtype_of(dtype).itemsize, limit=whole.nbytes)
     self._by_name = {e.unrolled: e for e in entries(spec) if e.hf in self._layout.offsets}
+    """Tensors of the share, keyed by name in the unrolled tree."""
     self._checksums: dict[str, RunningChecksum] = {}
     """Checksums of the version in the image, keyed by tensor name; empty if none were computed."""
     self._holds: str | None = None

@@ -72,10 +72,6 @@ class Roster:
     """Returns the servers that serve a version."""
     return [r for r in self.in_state(ReplicaState.SERVING) if r.version == version]
 
-  def is_one_behind(self, version: Version) -> bool:
-    """Returns whether any server lacks the version. Abandoned servers do not count."""
-    return any(r.state != ReplicaState.GONE and r.version != version for r in self.replicas)
-
   def serve(self, replica: Replica) -> None:
     """Brings a server into service, unless the fleet was closed or the server has left."""
     if replica.state == ReplicaState.GONE:

@@ -92,10 +92,6 @@ class Updates:
     """Returns the servers that serve the current version."""
     return self._roster.serving(self.current.publication.version if self.current else None)
 
-  def is_one_behind(self) -> bool:
-    """Returns whether any server lacks the current version."""
-    return self._roster.is_one_behind(self.current.publication.version)
-
   async def begin(self) -> Json | None:
     """Returns the order by which the other processes of the trainer write their shares of the next
     version, or None if this process must write alone.
@@ -315,15 +311,20 @@ class Updates:
     """Removes the files of the previous version once no server needs them. Does nothing while a
     version is being published.
     """
-    if self._earlier is not None and not self.lock.locked() and not self.is_one_behind():
+    if self._earlier is not None and not self.lock.locked() and not self._is_any_behind():
       async with self.lock:
         await self._let_go()
+
+  def _is_any_behind(self) -> bool:
+    """Returns whether any server lacks the current version. Abandoned servers do not count."""
+    version = self.current.publication.version
+    return any(r.state != ReplicaState.GONE and r.version != version for r in self._roster.replicas)
 
   async def _let_go(self) -> None:
     """Removes the files of earlier versions. The files of the previous version are kept while any
     server lacks the current version.
     """
-    if not self.is_one_behind():
+    if not self._is_any_behind():
       self._earlier = None
     kept = [each.publication for each in (self.current, self._earlier) if each is not None]
     await asyncio.to_thread(self.folder.keep_only, *kept)
