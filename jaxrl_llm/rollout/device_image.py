@@ -170,7 +170,8 @@ class DeviceImage:
         for dtype in (np.uint32, _unsigned(cut))
       ]
       (leaf, *_), layer = first.inputs, jax.ShapeDtypeStruct((), np.int32)
-      before = leaf.update(dtype=_unsigned(cut), sharding=self._sharding(cut) or leaf.sharding)
+      home = self._sharding(cut) or leaf.sharding
+      before = jax.ShapeDtypeStruct(leaf.shape, _unsigned(cut), sharding=home)
       size = _rounded(math.ceil(changed * math.prod(cut.shape) / shards), room)
       programs['compare', cut] = first, self._comparing(cut).lower(first.inputs, before, layer)
       sending = self._sending(self._axes(cut), size)

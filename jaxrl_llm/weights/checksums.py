@@ -166,9 +166,9 @@ class RunningChecksum:
     """
     shape = shape or (1,)
     index = np.unravel_index(positions, shape)
-    columns = shape[-1] if len(shape) > 1 else 1
-    lines, columns = np.divmod(np.asarray(positions, np.uint64), np.uint64(columns))
-    terms = _words(new) - _words(old)  # Modulo 2^64, as everything here.
+    width = shape[-1] if len(shape) > 1 else 1
+    lines, columns = np.divmod(np.asarray(positions, np.uint64), np.uint64(width))
+    terms = _words(new) - _words(old)  # Unsigned integers wrap: all sums are modulo 2^64.
     terms *= _odd(lines) * _odd(columns + np.uint64(_COLUMNS))
     for cut in self._sums:
       part = terms

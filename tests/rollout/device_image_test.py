@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -155,6 +156,31 @@ def test_each_process_gets_the_changes_of_its_share(axes, processes, monkeypatch
   begun.close()
   again = images[0].share(unflatten(placed), shares, 0, before='4', token='6')
   assert not any(isinstance(leaf, Changes) for _, leaf in again)
+  calls = {'compare': 0, 'send': 0}
+  for name, (_, count) in images[0].counted_programs(unflatten(placed), shares, 0.1).items():
+    calls[name.split()[0]] += count
+  layers = max(sum(name.startswith('layers') for name in share) for share in shares)
+  assert calls == {'compare': len(UNROLLED), 'send': layers + 2}
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+def test_changes_of_a_sixteenth_of_an_array_are_collected_on_one_device(dtype):
+  """The array has more elements than 16 bits can number."""
+  gatherer = Gatherer(build_mesh(MeshConfig(), jax.devices()[:1]), dtype=dtype)
+  image, random = DeviceImage(gatherer), np.random.default_rng(0)
+  host = random.normal(size=(300, 256)).astype(np.float32)
+  order, limit = random.permutation(host.size), host.size // 16
+  for step, count in enumerate((0, limit, limit + 1)):
+    host.reshape(-1)[order[:count]] *= -1
+    params, token = {'embed': {'kernel': jax.device_put(host)}}, str(step - 1) if step else None
+    shared = image.share(params, [{'embed/kernel'}], 0, before=token, token=str(step))
+    ((_, leaf),) = shared
+    bits = host.astype(jnp.dtype(dtype)).view(f'u{jnp.dtype(dtype).itemsize}')
+    if step == 1:
+      np.testing.assert_array_equal(leaf.positions, np.sort(order[:count]))
+      np.testing.assert_array_equal(leaf.bits, bits.reshape(-1)[leaf.positions])
+    else:
+      np.testing.assert_array_equal(leaf.view(bits.dtype), bits)
 
 
 def test_merged_adapters_change_kernels_and_bits_wait_in_host_memory():
