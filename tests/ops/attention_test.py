@@ -387,6 +387,27 @@ def test_the_choice(wanted, given):
 
 
 @pytest.mark.parametrize(
+  ('block', 'given'),
+  [
+    (96, dict(time=8 * 96)),
+    (100, dict(time=8 * 200)),
+    # 131 is a prime number.
+    (128, dict(time=8 * 131)),
+    # All scores are computed, the length cannot be cut, or consecutive shards are configured.
+    (None, dict(asked='masked')),
+    (None, dict(asked='cudnn', platform='gpu')),
+    (None, dict(time=8 * 96 + 4)),
+    (None, dict(may_balance=False)),
+  ],
+  ids=str,
+)
+def test_balanced_shards_have_blocks_of_one_piece_if_attention_skips_blocks(block, given):
+  choice = pick(**{'asked': 'blockwise', 'shards': 4, **given})
+  assert choice.is_balanced == (block is not None) and choice.block == (block or choice.block)
+  assert ('balanced shards' in choice.reason) == choice.is_balanced
+
+
+@pytest.mark.parametrize(
   ('message', 'given'),
   [
     ('splash does not run on this platform .cpu.', dict(asked='splash')),

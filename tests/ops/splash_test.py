@@ -72,8 +72,15 @@ def test_blocks_of_other_segments_are_not_visited():
   ids = row_of_segments()
   kernel = splash_kernel(1024, block=128, window=None, softcap=None)
   assert visited(kernel) == [8 * 9 // 2] * 3
-  assert visited(skipping_segments(kernel, SegmentIds(ids, ids), 128)) == [seen_blocks()] * 3
+  kernel = skipping_segments(kernel, SegmentIds(ids, ids), 128)
+  assert visited(kernel) == [seen_blocks()] * 3
   assert seen_blocks() < 8 * 9 // 4
+  # Nor are they loaded: skipped steps have the block of a visited step in memory.
+  (forward, of_queries, of_keys), _ = kernel.tree_flatten()
+  for info, axis in ((forward, 1), (of_queries, 1), (of_keys, 0)):
+    steps = (np.moveaxis(np.asarray(x[0]), axis, 1) for x in (info.data_next, info.block_mask))
+    for loaded, is_visited in zip(*steps, strict=True):
+      assert set(loaded) == set(loaded[is_visited > 0])
 
 
 def test_a_kernel_of_other_fields_is_used_as_it_is_with_one_line(caplog):
@@ -121,12 +128,20 @@ def test_skipping_segments_changes_no_bit_of_values_or_gradients(monkeypatch):
   kernel = splash_kernel(1024, block=128, window=None, softcap=None, interpret=True)
 
   def results():
+    """Gradients and values, and whether others are finite if the first block's values are NaN."""
+
     def loss(*inputs):
       mixed = run_splash(kernel, *inputs, ids, ids, block=128)
       return (mixed * weight).sum(), mixed
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(query, key, value)
+    compute = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+    # The two segments of the first row's first block end there.
+    _, behind_nan = compute(query, key, value.at[0, :128].set(jnp.nan))
+    found = jax.device_get(compute(query, key, value))
+    return found, bool(jnp.isfinite(behind_nan[0, 128:]).all())
 
-  skipped = jax.device_get(results())
+  skipped, is_unread = results()
   monkeypatch.setattr('jaxrl_llm.ops.splash._SKIPS_FROM', 100)
-  jax.tree.map(np.testing.assert_array_equal, skipped, jax.device_get(results()))
+  whole, is_unread_too = results()
+  assert is_unread and not is_unread_too
+  jax.tree.map(np.testing.assert_array_equal, skipped, whole)
