@@ -16,6 +16,7 @@ from clocks import LOOP_CLOCK, simulated
 from jaxrl_llm.core import background
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.waits import IdleClock, WaitExpired
+from jaxrl_llm.master.exploring.finished import finish
 from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.replay.audit import audit
@@ -302,31 +303,59 @@ def test_a_batch_is_complete_only_once_all_groups_that_are_being_stored_have_bee
   assert len({*threads}) == 1
 
 
+def hold_thread(store, monkeypatch, transaction):
+  """Has all groups stored in a thread, whose transactions begin once `may_store` is set, by
+  `transaction`. Returns an event that is set when the thread waits, and `may_store`. Must be called
+  in the event loop.
+  """
+  loop, of_store = asyncio.get_running_loop(), store.transaction
+  waits, may_store = asyncio.Event(), threading.Event()
+
+  def held():
+    if threading.current_thread() is threading.main_thread():
+      return of_store()
+    loop.call_soon_threadsafe(waits.set)
+    assert may_store.wait(20)
+    return transaction()
+
+  monkeypatch.setattr(background, 'is_short', lambda tokens: False)
+  monkeypatch.setattr(store, 'transaction', held)
+  return waits, may_store
+
+
+def test_a_group_with_late_rewards_is_stored_after_those_that_are_being_stored(
+  tokenizer, store, monkeypatch
+):
+  async def main():
+    waits, may_store = hold_thread(store, monkeypatch, store.transaction)
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0)
+    late, admitted = finish(exploration.config, [], exploring.REWARDS, step=0), []
+    async with exploration.explorer.running():
+      exploration.explorer.advance(0, 0)
+      await waits.wait()
+      threading.Timer(0.2, may_store.set).start()
+      exploration.explorer._samples.settle(
+        'late', late, lambda: admitted.append(store.counts()['admitted'])
+      )
+    assert admitted[0] >= 2
+
+  run(main())
+
+
 def test_a_group_that_cannot_be_stored_when_the_stage_ends_is_given_up_and_its_error_raised(
   tokenizer, store, monkeypatch
 ):
-  monkeypatch.setattr(background, 'is_short', lambda tokens: False)
-  may_fail, transaction, failing = threading.Event(), store.transaction, asyncio.Event()
-
-  def full():
-    if threading.current_thread() is threading.main_thread():
-      return transaction()
-    loop.call_soon_threadsafe(failing.set)
-    assert may_fail.wait(20)
+  def fail():
     raise RunError('replay store: disk full')
 
-  monkeypatch.setattr(store, 'transaction', full)
-
   async def main():
-    nonlocal loop
-    loop = asyncio.get_running_loop()
+    waits, may_fail = hold_thread(store, monkeypatch, fail)
     explorer = exploring.Exploration(tokenizer, store, lambda attempt: 1.0).explorer
     async with explorer.running():
       explorer.advance(0, 0)
-      await failing.wait()
+      await waits.wait()
       threading.Timer(0.2, may_fail.set).start()
 
-  loop = None
   with pytest.raises(RunError, match='disk full'):
     run(main())
   report = audit(store)
