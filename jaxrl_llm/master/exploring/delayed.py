@@ -40,7 +40,7 @@ class DelayedRewards:
     samples = self.endings.samples
     texts = {member.sample.uid: member.completion for member in waiting.members}
     store = functools.partial(store_samples, samples.writer, waiting.members)
-    samples.wait(group.name, waiting.awaited, texts, store)
+    samples.store_awaiting(group.name, waiting.awaited, texts, store)
     group.waiting, group.is_parked = waiting, True
     self.endings.gate.park()
     return True
@@ -86,6 +86,6 @@ class DelayedRewards:
           raise
         logging.log_first_n(logging.WARNING, '%s', 5, error)
       for group in late:
-        self.endings.come_too_late(group, self.awaiting.limits)
+        self.endings.drop_late(group, self.awaiting.limits)
       progressed()
       await asyncio.sleep(POLL_S)

@@ -109,7 +109,7 @@ class Endings:
     limits = self.config.limits
     self._drop(group, reason, f'task {group.task.uid} took too long ({reason}, limits {limits})')
 
-  def come_too_late(self, group: StartedGroup, limits: str) -> None:
+  def drop_late(self, group: StartedGroup, limits: str) -> None:
     """Drops a group whose delayed rewards did not arrive within `limits`. Raises NothingToLearn if
     too many groups were dropped.
     """

@@ -123,7 +123,9 @@ class StageSamples:
     """Stores further spans of a group's samples, keyed by sample index."""
     self.writer.extend({group.uids[index]: span for index, span in spans.items()})
 
-  def wait(self, group: str, awaited: Awaited, texts: Mapping[str, str], store: Callable) -> None:
+  def store_awaiting(
+    self, group: str, awaited: Awaited, texts: Mapping[str, str], store: Callable[[], None]
+  ) -> None:
     """Stores the samples of a group that waits for delayed rewards.
 
     Args:
@@ -131,11 +133,11 @@ class StageSamples:
       texts: completions, keyed by uid.
       store: stores the samples.
     """
-    asked = self._events.request(Edge.STORE, group=group, count=len(texts))
+    request = self._events.request(Edge.STORE, group=group, count=len(texts))
     with self._store.transaction():
       store()
       self.writer.wait_for_rewards(texts, awaited)
-    self._events.reply(asked, admitted=0)
+    self._events.reply(request, admitted=0)
 
   def settle(self, group: str, finished: FinishedGroup, store: Callable[[], None]) -> None:
     """Stores a finished group, and records which of its samples are admitted to training.
@@ -145,11 +147,11 @@ class StageSamples:
       store: adds to the store those of the group's samples and scores that are not stored yet.
     """
     self.settling.finish()
-    asked = self._events.request(Edge.STORE, group=group, count=len(finished.members))
+    request = self._events.request(Edge.STORE, group=group, count=len(finished.members))
     with self._store.transaction():
       store()
       finished.settle(self.writer)
-    self._events.reply(asked, admitted=len(finished.uids))
+    self._events.reply(request, admitted=len(finished.uids))
 
   async def settle_new(
     self, group: str, finished: FinishedGroup, conclude: Callable[[], None]
@@ -160,7 +162,7 @@ class StageSamples:
     Args:
       group: name of the group.
     """
-    asked = self._events.request(Edge.STORE, group=group, count=len(finished.members))
+    request = self._events.request(Edge.STORE, group=group, count=len(finished.members))
     writer = self.writer
 
     def store() -> None:
@@ -169,7 +171,7 @@ class StageSamples:
         finished.settle(writer)
 
     def reply() -> None:
-      self._events.reply(asked, admitted=len(finished.uids))
+      self._events.reply(request, admitted=len(finished.uids))
       conclude()
 
     tokens = sum(len(step.tokens) for member in finished.members for step in member.steps)
@@ -208,10 +210,10 @@ class StageSamples:
     """Moves the samples of a batch to a sealed (immutable) segment file of the store. Returns their
     places, keyed by uid.
     """
-    asked = self._events.request(Edge.FETCH, source='rollouts')
+    request = self._events.request(Edge.FETCH, source='rollouts')
     uids = [*dict.fromkeys(step.uid for choice in batch for step in choice.steps)]
     places = await asyncio.to_thread(self.writer.seal, uids)
-    self._events.reply(asked, count=len(places))
+    self._events.reply(request, count=len(places))
     return places
 
   def complete(self, uids: Sequence[str], experts: Sequence[Issue]) -> None:
