@@ -7,6 +7,7 @@ import json
 import random
 import time
 
+import jax
 import job
 import numpy as np
 import pytest
@@ -17,9 +18,13 @@ from jaxrl_llm.core.types import Version
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.publication import digest, part
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
+from jaxrl_llm.rollout.vllm.transfer import slice_of
 from jaxrl_llm.runtime import events
 from jaxrl_llm.runtime.events import Edge
+from jaxrl_llm.weights.checksums import checksums
+from jaxrl_llm.weights.hf import to_hf
 
 pytestmark = pytest.mark.acceptance
 A, B = Version(0, 0), Version(0, 1)
@@ -58,7 +63,7 @@ def test_a_server_killed_in_mid_publish_comes_back_with_the_version(tmp_path):
   model = serving.model_of('llama', tied=False)
 
   async def main():
-    replicas = owned(serving.servers_of(model, tmp_path / 'model', count=2, faulty=True))
+    replicas = owned(serving.servers_of(model, tmp_path / 'model', count=2, worker=serving.FAULTY))
     async with serving.fleet_of(model, replicas, tmp_path) as fleet:
       await fleet.load(weights(model, 1, A))
       await fault(replicas[0].client.address, 'die', 1)
@@ -103,6 +108,65 @@ def test_fifty_deltas_and_a_kill_among_them_leave_the_bits_of_whole_weights(tmp_
       assert fleet.counts['restarts'] == 1 and fleet.counts['publications'] == 51
 
   asyncio.run(main())
+
+
+def test_tensor_parallel_workers_read_and_digest_only_their_slices(tmp_path):
+  """A server of two ranks: whole weights first, then whole weights and deltas."""
+  # The vocabulary is padded to 128 rows, so both ranks have some of it.
+  model = serving.model_of('qwen2', tied=True, vocab=100)
+
+  async def main():
+    (server,) = serving.servers_of(
+      model, tmp_path / 'model', count=1, worker=serving.COUNTING, tensor_parallel_size=2
+    )
+    client = VllmClient(server.address)
+    try:
+      await serving.started([server])
+      held = [
+        {name: slice_of(tensor) for name, tensor in worker['tensors'].items()}
+        for worker in await client.weights()
+      ]
+      assert len(held) == 2 and held[0] != held[1]
+      for full_every in (1, 3):
+        async with serving.attached(
+          model, [server], tmp_path / f'{full_every}', full_every=full_every
+        ) as fleet:
+          tree = model.init(jax.random.key(full_every))
+          for step in range(3):
+            tree = serving.moved(tree, step) if step else tree
+            await fleet.load(serving.weights_of(model, tree, Version(0, step)))
+            publication = fleet._updates.current.publication
+            assert len(publication.deltas) == (step if full_every == 3 else 0)
+            await check_ranks(client, held, dict(to_hf(tree, model.spec)), publication)
+            asked = request(step)
+            (completion,) = await ask(fleet, asked)
+            tokens = [*asked.prompt, *completion.tokens]
+            wanted = forward(model, tree, tokens)[len(asked.prompt) :]
+            np.testing.assert_allclose(completion.logprobs, wanted, atol=1e-5, rtol=1e-5)
+    finally:
+      await client.close()
+      await server.close()
+
+  asyncio.run(main())
+
+
+async def check_ranks(client, held, tensors, publication):
+  """Checks what the ranks of a server have read and digested for a version, and what they hold."""
+  counts = await client._rpc('jaxrl_counts')
+  digests = await client.digests(deadline_s=60)
+  sums = await client.checksums(deadline_s=60)
+  await client._rpc('jaxrl_counts')
+  for rank, cuts in enumerate(held):
+    parts = {name: part(tensors[name], cut) for name, cut in cuts.items()}
+    assert digests[rank] == {name: digest(array) for name, array in parts.items()}
+    assert sums[rank] == {
+      name: checksums(tensors[name], [cut] if cut else [])[cut] for name, cut in cuts.items()
+    }
+    size = sum(array.nbytes for array in parts.values())
+    read = publication.sent_bytes if publication.deltas else size
+    # The loaded parameters are digested once more, as their proof.
+    assert counts[rank] == {'read': read, 'digested': read + size}
+    assert size < 0.6 * publication.nbytes
 
 
 def test_after_each_of_several_runs_a_fresh_server_agrees(tmp_path):

@@ -49,7 +49,9 @@ LENGTH = 400
 """Maximum number of tokens of a sequence. It spans several blocks of vLLM's cache, which have 128
 tokens on CPUs.
 """
-FAULTY = {'faulty_worker': FIXTURES / 'faulty_worker.py'}
+FAULTY, COUNTING = (
+  {name: FIXTURES / f'{name}.py'} for name in ('faulty_worker', 'counting_worker')
+)
 SHAPE = dict(
   hidden_size=64,
   intermediate_size=96,
@@ -75,7 +77,7 @@ def servers_of(
   folder: pathlib.Path,
   *,
   count: int,
-  faulty: bool = False,
+  worker=None,
   load='dummy',
   dtype='float32',
   adapter_rank=0,
@@ -83,7 +85,11 @@ def servers_of(
 ):
   """Returns servers of a model that are not started yet. For load='dummy', the model's config.json
   is written to `folder`. Otherwise `folder` must contain it and the weights.
+
+  Args:
+    worker: file of another worker extension, such as `FAULTY`, keyed by module name.
   """
+  (module,) = worker or {'jaxrl_llm_worker'}
   folder.mkdir(exist_ok=True)
   if load == 'dummy':
     write_config(folder, model.spec, dtype=dtype, eos_ids=[1], pad_id=0)
@@ -94,8 +100,8 @@ def servers_of(
     max_model_len=LENGTH,
     load_format=load,
     adapter_rank=adapter_rank,
-    worker_files=FAULTY if faulty else None,
-    worker_class='faulty_worker.Worker' if faulty else 'jaxrl_llm_worker.Worker',
+    worker_files=worker,
+    worker_class=f'{module}.Worker',
   )
   return [
     OwnedServer(c, name=f'vllm-{i}', log=folder / f'vllm-{i}.log') for i, c in enumerate(commands)

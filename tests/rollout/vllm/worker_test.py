@@ -4,7 +4,7 @@ against those layers.
 
 import ast
 import contextlib
-import importlib.util
+import importlib
 import json
 import os
 import pathlib
@@ -34,127 +34,45 @@ PYTHON = (
 @pytest.fixture(scope='module', autouse=True)
 def _pytorch():
   """Imported for this file's tests only: collecting them needs neither it nor the worker."""
-  global save_file, torch, worker
+  global layers, save_file, torch, worker
   torch = pytest.importorskip('torch')
-  worker = load_by_path()
+  layers = importlib.import_module('vllm_layers')
+  worker = layers.load_worker()
   save_file = importlib.import_module('safetensors.torch').save_file
 
 
-def load_by_path():
-  spec = importlib.util.spec_from_file_location('jaxrl_llm_worker', PATH)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-HIDDEN, HEAD, HEADS, MLP, VOCAB, PADDING = 8, 2, 4, 12, 100, 64
+HIDDEN, HEAD, HEADS, MLP, VOCAB = 8, 2, 4, 12, 100
 LAYERS = 2
-UNTOUCHED = 7.0
-"""In every parameter before a load."""
 
 
-def layer_of(weight, bias=None, **attributes):
-  """Parameters with vLLM's attributes beside them."""
-  made = torch.nn.Module()
-  for name, shape in (('weight', weight), ('bias', bias)):
-    if shape is not None:
-      made.register_parameter(
-        name, torch.nn.Parameter(torch.full(shape, UNTOUCHED), requires_grad=False)
-      )
-  for name, value in attributes.items():
-    setattr(made, name, value)
-  return made
-
-
-def column(rank, size, inputs, outputs, **more):
-  own = outputs // size
-  return layer_of(
-    (own, inputs),
-    (own,),
-    tp_rank=rank,
-    tp_size=size,
-    input_size=inputs,
-    input_size_per_partition=inputs,
-    output_size=outputs,
-    output_size_per_partition=own,
-    **more,
-  )
-
-
-def row(rank, size, inputs, outputs):
-  return layer_of(
-    (outputs, inputs // size),
-    (outputs,),
-    tp_rank=rank,
-    tp_size=size,
-    input_size=inputs,
-    input_size_per_partition=inputs // size,
-    output_size=outputs,
-    output_size_per_partition=outputs,
-  )
-
-
-def qkv(rank, size, kv_heads):
-  """Sizes count a head of keys as often as it is held."""
-  copies = max(1, size // kv_heads)
-  sizes = [HEADS * HEAD, kv_heads * copies * HEAD, kv_heads * copies * HEAD]
-  return column(rank, size, HIDDEN, sum(sizes), output_sizes=sizes, num_kv_head_replicas=copies)
-
-
-def vocabulary(rank, size, words):
-  padded = -(-words // PADDING) * PADDING
-  own = padded // size
-  start, end = (min(n, words) for n in (rank * own, (rank + 1) * own))
-  return layer_of(
-    (own, HIDDEN),
-    tp_rank=rank,
-    tp_size=size,
-    input_size=HIDDEN,
-    input_size_per_partition=HIDDEN,
-    output_size=padded,
-    output_size_per_partition=own,
-    org_vocab_size=words,
-    shard_indices=types.SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end),
-  )
-
-
-def names(**children):
-  module = torch.nn.Module()
-  for name, child in children.items():
-    module.add_module(name, child)
-  return module
-
-
-def model_of(rank=0, size=1, *, kv_heads=2, words=VOCAB, tied=False):
+def model_of(number=0, size=1, *, kv_heads=2, words=VOCAB, tied=False):
   """A decoder as vLLM builds it: fused projections, a padded vocabulary, and one plain
   column-parallel layer.
   """
+  rank, layer_of, module_of = layers.Rank(number, size), layers.layer_of, layers.module_of
 
   def layer():
-    attention = names(
-      qkv_proj=qkv(rank, size, kv_heads),
-      o_proj=row(rank, size, HEADS * HEAD, HIDDEN),
+    attention = module_of(
+      qkv_proj=layers.qkv(rank, HIDDEN, heads=HEADS, kv_heads=kv_heads, head=HEAD),
+      o_proj=layers.row(rank, HEADS * HEAD, HIDDEN),
       q_norm=layer_of((HEAD,)),
     )
-    merged = column(rank, size, HIDDEN, 2 * MLP, output_sizes=[MLP, MLP])
-    mlp = names(gate_up_proj=merged, down_proj=row(rank, size, MLP, HIDDEN))
-    return names(self_attn=attention, mlp=mlp, input_layernorm=layer_of((HIDDEN,)))
+    merged = layers.column(rank, HIDDEN, 2 * MLP, output_sizes=[MLP, MLP])
+    mlp = module_of(gate_up_proj=merged, down_proj=layers.row(rank, MLP, HIDDEN))
+    return module_of(self_attn=attention, mlp=mlp, input_layernorm=layer_of((HIDDEN,)))
 
-  embedding = vocabulary(rank, size, words)
-  body = names(
+  embedding = layers.vocabulary(rank, words, HIDDEN)
+  body = module_of(
     embed_tokens=embedding,
     layers=torch.nn.ModuleList(layer() for _ in range(LAYERS)),
     norm=layer_of((HIDDEN,)),
   )
-  model = names(
+  model = module_of(
     model=body,
-    lm_head=embedding if tied else vocabulary(rank, size, words),
-    score=column(rank, size, HIDDEN, 16),
+    lm_head=embedding if tied else layers.vocabulary(rank, words, HIDDEN),
+    score=layers.column(rank, HIDDEN, 16),
   )
-  model.packed_modules_mapping = {
-    'qkv_proj': ['q_proj', 'k_proj', 'v_proj'],
-    'gate_up_proj': ['gate_proj', 'up_proj'],
-  }
+  model.packed_modules_mapping = layers.FUSED
   return model
 
 
@@ -208,7 +126,7 @@ def wrapped(model):
   for module in list(model.modules()):
     for name, child in list(module.named_children()):
       if name.endswith('_proj') or name == 'embed_tokens':
-        module.add_module(name, names(base_layer=child))
+        module.add_module(name, layers.module_of(base_layer=child))
   return model
 
 
@@ -262,7 +180,7 @@ def test_rows_that_pad_the_vocabulary_are_not_the_checkpoints():
     assert (
       table.shape[0] == 128
       and torch.equal(table[:VOCAB], whole[name])
-      and (table[VOCAB:] == UNTOUCHED).all()
+      and (table[VOCAB:] == layers.UNTOUCHED).all()
     )
 
 
@@ -282,7 +200,7 @@ def cut(whole, rank, size, kv_heads, words):
     return tensor.chunk(size, axis)[rank]
 
   def table(tensor):
-    padded = torch.full((-(-words // PADDING) * PADDING, HIDDEN), UNTOUCHED)
+    padded = torch.full((-(-words // layers.PADDING) * layers.PADDING, HIDDEN), layers.UNTOUCHED)
     padded[:words] = tensor
     return share(padded)
 
@@ -926,7 +844,7 @@ def test_deltas_lead_every_rank_to_the_same_bits_as_whole_weights(chain, rank, s
     assert_same(parts_of(model), wanted_parts(model, versions[2]))
     if size == 1:
       padding = model.get_parameter('model.embed_tokens.weight')[VOCAB:]
-      assert len(padding) and (padding == UNTOUCHED).all()
+      assert len(padding) and (padding == layers.UNTOUCHED).all()
 
 
 def test_a_delta_needs_the_version_that_it_changes(chain):
