@@ -200,6 +200,19 @@ def test_speculation_runs():
   assert result.stdout.startswith('random: ') and '16 of 16 tokens equal' in result.stdout
 
 
+@pytest.mark.full
+def test_the_embedded_engine_waits_for_the_same_answers_as_the_fleet():
+  """Without a budget, both wait for the longest answer of each batch."""
+  flags = ('--slots=16', '--groups=2', '--unit=1000', '--batches=2', '--warm_up=0')
+  tables = []
+  for engine in ('fleet', 'embedded'):
+    result = run('partial_rollouts.py', f'--engine={engine}', '--bounds=0', '--budgets=0', *flags)
+    assert result.returncode == 0, result.stderr
+    tables.append([cell.strip() for cell in result.stdout.splitlines()[-1].split('|')[1:-1]])
+  fleet, embedded = tables
+  assert fleet == embedded[:8] and float(fleet[6]) > 2500 and float(embedded[8]) > 0
+
+
 def test_docstrings_and_comments_are_drawn_with_their_code(tmp_path):
   package = tmp_path / 'jaxrl_llm'
   package.mkdir()
