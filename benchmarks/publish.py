@@ -1,10 +1,12 @@
 """Speed of publishing weights, against plain copies and writes on the same machine in the same run.
 
-  .venv/bin/python benchmarks/publish.py [--megabytes=400] [--rounds=8] [--changed=0.01] [--server]
+  .venv/bin/python benchmarks/publish.py [--megabytes=400] [--rounds=15] [--changed=0.01] [--server]
 
 Per dtype, gigabytes of parameters per second (medians): a memcpy into existing memory, NumPy's own
 cast and write of the same tensors to the same folder, and `PublicationFolder.write` (cast, digest,
-write, rename). With --changed, versions that each change this share of the elements are also
+write, rename); the last also if it writes to the file instead of storing to its mapped pages. All
+are also given per CPU second of this process, which other load on the machine affects less. With
+--changed, versions that each change this share of the elements are also
 published as deltas, and versions are compared on the hosts and on the devices: CPU seconds of this
 process, and megabytes copied from the devices. --server starts one real vLLM server and loads each
 publication into it: how long it was paused, and how much of that was loading.
@@ -37,11 +39,12 @@ from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import OwnedServer, VllmConfig, server_commands
 from jaxrl_llm.weights.hf import write_config
 from jaxrl_llm.weights.layout import dtype_of
+from jaxrl_llm.weights.mapped_files import MappedFiles
 from jaxrl_llm.weights.shares import parameters_of
 
 _MEGABYTES = flags.DEFINE_integer('megabytes', 400, 'Of float32 parameters, about.')
 _ROUNDS = flags.DEFINE_integer(
-  'rounds', 8, 'Publications of each kind; the first three warm up.', lower_bound=4
+  'rounds', 15, 'Publications of each kind; the first six warm up.', lower_bound=7
 )
 _CHANGED = flags.DEFINE_float(
   'changed', None, 'Share of the elements that change between two versions that are deltas.'
@@ -51,8 +54,8 @@ _SERVER = flags.DEFINE_bool('server', False, 'Also load each publication into a 
 _ENVIRONMENT = flags.DEFINE_string(
   'environment', VllmConfig.environment, 'Virtual environment that has vLLM.'
 )
-_WARM_UP = 3
-"""Number of publications after which the memory pages of two versions exist."""
+_WARM_UP = 6
+"""Number of publications after which the pages of three files exist and are mapped."""
 
 
 def spec_of(megabytes: int) -> ModelSpec:
@@ -69,6 +72,13 @@ def spec_of(megabytes: int) -> ModelSpec:
   return tiny('qwen2', 16_000, **shape, num_hidden_layers=layers, max_position_embeddings=512)
 
 
+class Unmapped(MappedFiles):
+  """Maps no file, so that files are written with write calls."""
+
+  def map(self, file, size):
+    return None
+
+
 def rate(nbytes: int, seconds: list[float]) -> float:
   """GB/s of the median round after the warm-up."""
   return nbytes / statistics.median(seconds[_WARM_UP:]) / 1e9
@@ -83,45 +93,57 @@ def timed(work) -> tuple[float, object]:
 def measure(
   dtype: str, leaves: dict[str, np.ndarray], spec: ModelSpec, root: pathlib.Path, publish
 ) -> None:
-  """Alternates the three measurements in one run, so that other load on the machine affects all of
+  """Alternates the four measurements in one run, so that other load on the machine affects all of
   them.
   """
   nbytes, to = sum(leaf.nbytes for leaf in leaves.values()), dtype_of(dtype)
   copies = {name: leaf.copy() for name, leaf in leaves.items()}
   plain = root / 'plain'
-  folder = PublicationFolder(root / 'published', spec, dtype=dtype)
-  kept, seconds = [], {'memcpy': [], 'numpy': [], 'publish': [], 'paused': [], 'loaded': []}
+  folders = {
+    name: PublicationFolder(root / name, spec, dtype=dtype) for name in ('publish', 'unmapped')
+  }
+  folders['unmapped']._maps = Unmapped()
+  kept, seconds = {name: [] for name in folders}, {'paused': [], 'loaded': []}
 
-  def copy():
+  def copy(step):
     for name, leaf in leaves.items():
       np.copyto(copies[name], leaf)
 
-  def cast_and_write():
+  def cast_and_write(step):
     with plain.open('r+b' if plain.exists() else 'wb', buffering=0) as file:
       for leaf in leaves.values():
         file.write(memoryview(leaf.astype(to, copy=False).reshape(-1).view(np.uint8)))
 
+  def write(name):
+    def published(step):
+      publication = folders[name].write(Version(0, step), leaves.items())
+      kept[name] = [*kept[name][-1:], publication]
+      folders[name].keep_only(*kept[name])
+
+    return published
+
+  works = {'memcpy': copy, 'numpy': cast_and_write, **{name: write(name) for name in folders}}
+  walls, cpus = {name: [] for name in works}, {name: [] for name in works}
   for step in range(_ROUNDS.value):
-    seconds['memcpy'].append(timed(copy)[0])
-    seconds['numpy'].append(timed(cast_and_write)[0])
-    took, publication = timed(lambda step=step: folder.write(Version(0, step), leaves.items()))
-    seconds['publish'].append(took)
+    for name, work in works.items():
+      before = time.process_time()
+      walls[name].append(timed(lambda work=work, step=step: work(step))[0])
+      cpus[name].append(time.process_time() - before)
     if publish is not None:
-      paused, loaded = publish(publication)
+      paused, loaded = publish(kept['publish'][-1])
       seconds['paused'].append(paused)
       seconds['loaded'].append(loaded)
-    kept = [*kept[-1:], publication]
-    folder.keep_only(*kept)
-  memcpy, numpy, published = (
-    rate(nbytes, seconds[name]) for name in ('memcpy', 'numpy', 'publish')
-  )
-  print(
-    f'{dtype}: memcpy {memcpy:.2f} GB/s, NumPy cast and write {numpy:.2f}, publish '
-    f'{published:.2f}: {published / memcpy:.2f} of memcpy, {published / numpy:.2f} of NumPy'
-  )
+  for clock, measured in (('second', walls), ('CPU second', cpus)):
+    memcpy, numpy, published, unmapped = (rate(nbytes, measured[name]) for name in works)
+    print(
+      f'{dtype}, GB per {clock}: memcpy {memcpy:.2f}, NumPy cast and write {numpy:.2f}, publish '
+      f'{published:.2f}: {published / memcpy:.2f} of memcpy, {published / numpy:.2f} of NumPy; '
+      f'with write calls {unmapped:.2f}: {unmapped / memcpy:.2f} of memcpy'
+    )
   if publish is not None:
     report_pauses(seconds)
-  folder.close()
+  for folder in folders.values():
+    folder.close()
   if _CHANGED.value is not None:
     measure_deltas(dtype, leaves, spec, root, publish)
     measure_compared(dtype, leaves, spec, root)

@@ -8,6 +8,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import tempfile
 
 import programs
 from paths import ROOT, TESTS
@@ -99,6 +100,13 @@ def tokenizer(tmp_path_factory):
   from exploring import make_tokenizer
 
   return make_tokenizer(tmp_path_factory.mktemp('tokenizer'))
+
+
+@pytest.fixture
+def memory():
+  """A new directory in shared memory."""
+  with tempfile.TemporaryDirectory(prefix='jaxrl-test-', dir='/dev/shm') as folder:
+    yield pathlib.Path(folder)
 
 
 @pytest.fixture

@@ -60,6 +60,19 @@ def is_seen(directory: pathlib.Path, token: str) -> bool:
     return False
 
 
+def is_in_memory(descriptor: int) -> bool:
+  """Returns whether an open file is in shared memory (Linux's tmpfs)."""
+  device = os.fstat(descriptor).st_dev
+  number = f'{os.major(device)}:{os.minor(device)}'
+  try:
+    mounts = pathlib.Path('/proc/self/mountinfo').read_text().splitlines()
+  except OSError:
+    return False
+  # "36 35 0:41 / /dev/shm rw,relatime shared:7 - tmpfs tmpfs rw,size=24684092k"
+  kinds = [line.partition(' - ')[2].split()[0] for line in mounts if line.split()[2] == number]
+  return 'tmpfs' in kinds
+
+
 def link_or_copy(source: pathlib.Path, target: pathlib.Path) -> None:
   """Makes `source` available as `target`, and creates the directory of `target`.
 

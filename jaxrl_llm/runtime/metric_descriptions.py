@@ -403,7 +403,8 @@ METRICS: dict[str, str] = {
     'Peak of the device memory in use since the start, GB; absent on CPUs.'
   ),
   'perf/cpu_memory_used_gb': (
-    "Resident memory of the trainer's process, GB. A steady rise indicates a leak."
+    "Resident memory of the trainer's process, GB. It includes the published files in shared "
+    'memory that the process has mapped, up to three versions. A steady rise indicates a leak.'
   ),
   'perf/memory_<phase>_bytes': (
     'Bytes of all arrays in the memory of a device at the beginning of the memory phase: the total '

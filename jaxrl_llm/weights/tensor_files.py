@@ -23,6 +23,7 @@ from jaxtyping import Shaped, UInt8
 
 from jaxrl_llm.weights.checksums import RunningChecksum, Slice
 from jaxrl_llm.weights.layout import dtype_of
+from jaxrl_llm.weights.mapped_files import MappedFiles
 
 _CODES = {'float32': 'F32', 'bfloat16': 'BF16', 'float16': 'F16', 'float64': 'F64'}
 """Names of data types in the safetensors format, keyed by Hugging Face name."""
@@ -151,16 +152,18 @@ class TensorWriter:
     self._waiting: collections.deque[tuple[int, Future[None]]] = collections.deque()
     self._in_flight = 0
 
-  def open(self, file: BinaryIO, layout: FileLayout) -> None:
+  def open(self, file: BinaryIO, layout: FileLayout, maps: MappedFiles | None = None) -> None:
     """Writes the header of a file. The file's tensors can be added afterwards.
 
     Args:
       file: unbuffered file, which must stay open for writing until `finish` has returned. Its size
         is set to that of the layout.
+      maps: maps of files that are overwritten again and again; None if this file is written once.
     """
     write_at(file.fileno(), memoryview(layout.header), 0)
     file.truncate(layout.size)
-    self.pass_to(_FileSink(file), layout)
+    mapped = None if maps is None else maps.map(file, layout.size)
+    self.pass_to(mapped or _FileSink(file), layout)
 
   def pass_to(self, sink: Sink, layout: FileLayout) -> None:
     """Passes the bytes of the layout's tensors to a sink. The tensors can be added afterwards."""

@@ -43,6 +43,7 @@ from jaxrl_llm.rollout.vllm.shares import (
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.deltas import apply
 from jaxrl_llm.weights.layout import dtype_of
+from jaxrl_llm.weights.mapped_files import MappedFiles
 from jaxrl_llm.weights.safetensors_files import writing
 from jaxrl_llm.weights.tables import entries
 from jaxrl_llm.weights.tensor_files import FileLayout, TensorWriter
@@ -177,7 +178,7 @@ class PublicationFolder:
   is released.
 
   A new version overwrites the file of a released version, because writing to existing pages of
-  shared memory is faster than allocating new ones.
+  shared memory is faster than allocating new ones. The pages of such files stay mapped.
   """
 
   def __init__(
@@ -213,6 +214,8 @@ class PublicationFolder:
     """Slices whose digests are computed in addition to those that servers hold, keyed by tensor
     name.
     """
+    self._maps = MappedFiles()
+    """Maps of the files of released versions, which later versions overwrite."""
     self._source = source
     self._tokens: dict[Path, str] = {}
     """Token of the order by which each version was written, keyed by directory."""
@@ -257,7 +260,7 @@ class PublicationFolder:
     ):
       unfinished.mkdir(exist_ok=True)
       with weights_file(unfinished / FILE) as file:
-        writer.open(file, self._layout)
+        writer.open(file, self._layout, self._maps)
         proof = write_tensors(writer, leaves, self._spec)
       return self._publish(version, [ShareReport(proof)])
 
@@ -300,7 +303,7 @@ class PublicationFolder:
       UserError, RunError: see `write`.
     """
     with self._lock:
-      return ShareReport(write_share(self._spec, order, 0, count, leaves))
+      return ShareReport(write_share(self._spec, order, 0, count, leaves, self._maps))
 
   def complete(self, version: Version, reports: Sequence[ShareReport]) -> Publication:
     """Publishes a version whose shares were written.
@@ -382,10 +385,12 @@ class PublicationFolder:
     discarded = self.root / 'discarded'
     directory.rename(discarded)
     shutil.rmtree(discarded)
+    self._maps.prune()
 
   def close(self) -> None:
     """Removes the folder."""
     shutil.rmtree(self.root, ignore_errors=True)
+    self._maps.prune()
 
 
 def read_published(

@@ -30,6 +30,7 @@ from jaxrl_llm.rollout.vllm.shares import (
   share_layout,
   write_share,
 )
+from jaxrl_llm.weights.mapped_files import MappedFiles
 from jaxrl_llm.weights.safetensors_files import writing
 from jaxrl_llm.weights.shares import parameters_of
 from jaxrl_llm.weights.tensor_files import FileLayout
@@ -51,6 +52,8 @@ class VllmShareWriter:
       spec: spec of the language model.
     """
     self._spec = spec
+    self._maps = MappedFiles()
+    """Maps of this process's files in the directory of process 0, which versions overwrite."""
     self._server: WeightServer | None = None
     """Server of this process's shares; None if process 0's directory is seen."""
     self._opened = contextlib.ExitStack()
@@ -127,7 +130,8 @@ class VllmShareWriter:
           self._image = ShareImage(self._spec, asked.dtype, number, count)
         return self._image.take(asked, leaves).to_json()
       if is_seen(Path(asked.directory), asked.token):
-        return ShareReport(write_share(self._spec, asked, number, count, leaves)).to_json()
+        proof = write_share(self._spec, asked, number, count, leaves, self._maps)
+        return ShareReport(proof).to_json()
       return self._write_here(asked, number, count, leaves).to_json()
     except (RunError, UserError) as error:
       for _ in leaves:

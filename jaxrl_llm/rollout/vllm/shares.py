@@ -24,6 +24,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.vllm.pull.bundle import Bundle, BundleFile
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.layout import hf_parts
+from jaxrl_llm.weights.mapped_files import MappedFiles
 from jaxrl_llm.weights.safetensors_files import writing
 from jaxrl_llm.weights.shares import share_of
 from jaxrl_llm.weights.tables import entries
@@ -231,8 +232,12 @@ def write_share(
   number: int,
   count: int,
   leaves: Iterable[tuple[str, np.ndarray]],
+  maps: MappedFiles | None = None,
 ) -> Proof:
   """Writes the share of process `number` of `count` into its file.
+
+  Args:
+    maps: maps of the files that this process overwrites; see `TensorWriter.open`.
 
   Raises:
     UserError: the parameters do not match the model.
@@ -245,5 +250,5 @@ def write_share(
     TensorWriter(order.dtype, order.slices, checksums=order.checksums) as writer,
     weights_file(path) as file,
   ):
-    writer.open(file, layout)
+    writer.open(file, layout, maps)
     return write_tensors(writer, leaves, spec, layout.offsets.keys())

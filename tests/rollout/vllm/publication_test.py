@@ -269,10 +269,11 @@ def versions_in(folder):
   return {path.name for path in folder.root.iterdir()} - {'unfinished'}
 
 
+@pytest.mark.parametrize('place', ['tmp_path', 'memory'])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_a_file_that_is_written_over_shows_nothing_of_what_it_held(tmp_path, dtype):
-  spec = small()
-  folder, kept, seen = PublicationFolder(tmp_path / 'w', spec, dtype=dtype), [], []
+def test_a_file_that_is_written_over_shows_nothing_of_what_it_held(request, dtype, place):
+  spec, root = small(), request.getfixturevalue(place) / 'w'
+  folder, kept, seen = PublicationFolder(root, spec, dtype=dtype), [], []
   for step in range(12):
     params = random_params(spec, seed=step)
     if step % 3 == 2:  # A version that fails half-way leaves its bytes behind.
@@ -291,6 +292,18 @@ def test_a_file_that_is_written_over_shows_nothing_of_what_it_held(tmp_path, dty
     folder.keep_only(*(held for held, _ in kept))
     assert versions_in(folder) == {str(held.version) for held, _ in kept}
   assert len(set(seen)) == 3, 'files are written over, not made anew'
+  assert maps_of(root) == (3 if place == 'memory' else 0)
+  folder.keep_only()
+  assert maps_of(root) == (place == 'memory'), 'those of removed files are gone'
+  folder.close()
+  assert maps_of(root) == 0
+
+
+def maps_of(root):
+  """Returns the number of maps of this process on files that are or were in a directory."""
+  return sum(
+    f'{root}/' in line for line in pathlib.Path('/proc/self/maps').read_text().splitlines()
+  )
 
 
 def test_a_reader_that_has_a_kept_file_open_sees_nothing_of_the_next(tmp_path):

@@ -35,11 +35,15 @@ def leaves_of(spec, names=None):
       yield name, tree[name]
 
 
-def written_by(folder, count, writers=None):
-  """Publishes a version of which each process writes its share."""
+def written_by(folder, count, writer=None):
+  """Publishes a version of which each process writes its share.
+
+  Args:
+    writer: writer of the other processes; None for a new one.
+  """
   order = folder.begin_shares(slices=SLICES, checksums=True)
   received = ShareOrder.from_json(order.to_json())
-  writer = VllmShareWriter(SPEC)
+  writer = writer or VllmShareWriter(SPEC)
   assert writer.can_write(order.to_json(), 1, 2)
   reports = [
     writer.write(order.to_json(), i, count, leaves_of(SPEC, writer.names(i, count)))
@@ -78,14 +82,21 @@ def test_shares_make_the_version_that_one_process_writes(tmp_path, count):
   assert not (together.directory / TOKEN).exists()
 
 
-def test_the_next_version_overwrites_the_files_of_a_released_one(tmp_path):
-  folder = PublicationFolder(tmp_path / 'w', SPEC, dtype='float32')
-  first = written_by(folder, 2)
+@pytest.mark.parametrize('place', ['tmp_path', 'memory'])
+def test_the_next_version_overwrites_the_files_of_a_released_one(request, place):
+  folder = PublicationFolder(request.getfixturevalue(place) / 'w', SPEC, dtype='float32')
+  writer = VllmShareWriter(SPEC)
+  first = written_by(folder, 2, writer)
   inodes = {path.name: path.stat().st_ino for path in first.directory.glob('*.safetensors')}
-  folder.keep_only()
-  second = written_by(folder, 2)
-  assert {p.name: p.stat().st_ino for p in second.directory.glob('*.safetensors')} == inodes
-  read_published(second)
+  for _ in range(3):
+    folder.keep_only()
+    # Of the bytes that the files have, each must be written again.
+    for path in (folder.root / 'unfinished').glob('*.safetensors'):
+      with path.open('r+b') as file:
+        file.write(b'\xff' * path.stat().st_size)
+    following = written_by(folder, 2, writer)
+    assert {p.name: p.stat().st_ino for p in following.directory.glob('*.safetensors')} == inodes
+    read_published(following)
 
 
 def test_a_process_that_does_not_see_the_directory_says_so(tmp_path):
