@@ -98,6 +98,12 @@ class Tokenizer:
     name: str,
   ):
     self._fast = fast
+    # Calling the tokenizers library directly avoids transformers' work on each call. `encode` wants
+    # all tokens, without padding.
+    self._table = fast.backend_tokenizer
+    self._table.no_truncation()
+    self._table.no_padding()
+    self._table.encode_special_tokens = fast.split_special_tokens
     self._files = files
     self._name = name
     self.vocab_size: int = len(fast)
@@ -111,6 +117,11 @@ class Tokenizer:
     self.template: str = fast.get_chat_template()
     template = self.template
     self._process = None if template in _TEMPLATES.values() else TemplateProcess(template)
+    self._special_tokens = {
+      name: list(map(str, value)) if isinstance(value, list | tuple) else str(value)
+      for name, value in fast.special_tokens_map.items()
+    }
+    """Variables of chat templates: the special tokens, keyed by role, such as 'bos_token'."""
     specials = [token.content for token in fast.added_tokens_decoder.values()]
     self._alphabet = frozenset(model['vocab']) if model.get('type') == 'WordLevel' else None
     self._specials = re.compile('|'.join(map(re.escape, specials)) or r'(?!)')
@@ -206,7 +217,9 @@ class Tokenizer:
       self._check_characters(text)
     try:
       with _panics_raised():
-        return self._fast.encode(text, add_special_tokens=add_special_tokens)
+        # Unlike `encode`, this computes no offsets, and releases Python's global lock.
+        (encoding,) = self._table.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
     # The tokenizers library raises plain Exception, and TypeError for a lone surrogate.
     except Exception as error:
       raise UserError(
@@ -217,12 +230,8 @@ class Tokenizer:
   def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
     if len(ids) > _LONG:
       # Unlike `decode`, this releases Python's global lock, so that other threads can run.
-      return self._fast.backend_tokenizer.decode_batch(
-        [list(ids)], skip_special_tokens=skip_special
-      )[0]
-    return self._fast.decode(
-      list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-    )
+      return self._table.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
+    return self._table.decode(list(ids), skip_special_tokens=skip_special)
 
   def token_text(self, token: int) -> str:
     """Returns the text of a token, including special tokens. Incomplete characters are shown as
@@ -255,15 +264,11 @@ class Tokenizer:
         add_generation_prompt=add_generation_prompt,
       )
       return Rendered(text, ())
-    tokens = {
-      name: list(map(str, value)) if isinstance(value, list | tuple) else str(value)
-      for name, value in self._fast.special_tokens_map.items()
-    }
     try:
       return self._process.render(
         plain,
         add_generation_prompt=add_generation_prompt,
-        variables={**tokens, **(variables or {})},
+        variables={**self._special_tokens, **(variables or {})},
         tools=tools,
       )
     except RenderError as error:
