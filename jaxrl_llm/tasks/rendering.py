@@ -26,6 +26,11 @@ from jaxrl_llm.core.types import Json
 
 _PROGRAM = pathlib.Path(__file__).with_name('render_process.py')
 
+_BUFFER = 1 << 17
+"""Size in bytes of the buffers of the socket to a process. A thread that sends or receives a
+conversation gives up Python's global lock only once if the conversation fits.
+"""
+
 
 class RenderError(Exception):
   """Raised, with a one-line message, when a template fails."""
@@ -135,7 +140,7 @@ class TemplateProcess:
         stderr=subprocess.DEVNULL,
         env=environment,
       )
-    self._socket, self._file = ours, ours.makefile('rwb')
+    self._socket, self._file = ours, ours.makefile('rwb', _BUFFER)
     self._end = weakref.finalize(self, _end, process, ours, self._file)
     try:
       self._ask(
