@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 
 import numpy as np
 from absl import logging
@@ -117,20 +117,9 @@ def check_limits(verdict: Verdict, name: str) -> None:
   Args:
     name: subject of the error messages, such as 'sample <uid>'.
   """
-  numbers = [*verdict.turn_values, *verdict.parts.values()]
-  for number in numbers if verdict.value is None else [verdict.value, *numbers]:
-    if not abs(number) <= MAX_REWARD:
-      raise ValueError(f'{name}: has reward {number}, wanted a number within ±{MAX_REWARD:g}')
-  if len(verdict.parts) > MAX_PARTS:
-    raise ValueError(
-      f'{name}: has a reward of {len(verdict.parts)} counts, wanted at most {MAX_PARTS}'
-    )
-  for part in verdict.parts:
-    if not (isinstance(part, str) and len(part) <= MAX_PART_NAME and part.isprintable()):
-      raise ValueError(
-        f'{name}: has a count {one_line(repr(part), 100)}, wanted a name of at most '
-        f'{MAX_PART_NAME} characters, all printable'
-      )
+  rewards = verdict.turn_values if verdict.value is None else (verdict.value, *verdict.turn_values)
+  _check_numbers(rewards, name)
+  check_counts(verdict.parts, name)
   try:
     evidence = json.dumps(dict(verdict.evidence), allow_nan=False)
     if len(evidence) <= MAX_EVIDENCE:
@@ -142,6 +131,27 @@ def check_limits(verdict: Verdict, name: str) -> None:
       f'{name}: the evidence of a reward has {len(evidence)} characters as JSON, wanted at most '
       f'{MAX_EVIDENCE}'
     )
+
+
+def check_counts(counts: Mapping[str, float], name: str) -> None:
+  """Raises ValueError unless the counts (parts) of an environment's reward meet the requirements of
+  `check_limits`.
+  """
+  _check_numbers(counts.values(), name)
+  if len(counts) > MAX_PARTS:
+    raise ValueError(f'{name}: has a reward of {len(counts)} counts, wanted at most {MAX_PARTS}')
+  for count in counts:
+    if not (isinstance(count, str) and len(count) <= MAX_PART_NAME and count.isprintable()):
+      raise ValueError(
+        f'{name}: has a count {one_line(repr(count), 100)}, wanted a name of at most '
+        f'{MAX_PART_NAME} characters, all printable'
+      )
+
+
+def _check_numbers(numbers: Iterable[float], name: str) -> None:
+  for number in numbers:
+    if not abs(number) <= MAX_REWARD:
+      raise ValueError(f'{name}: has reward {number}, wanted a number within ±{MAX_REWARD:g}')
 
 
 def check_verdict(rollout: Rollout) -> None:

@@ -27,7 +27,7 @@ from jaxrl_llm.core.records.task import ChatMessage
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.rewards.api import MAX_REWARD, Reward, Verdict
 from jaxrl_llm.rollout.api import Completion, Request, Sampling
-from jaxrl_llm.rollout.contract import check_limits
+from jaxrl_llm.rollout.contract import check_counts, check_limits
 from jaxrl_llm.rollout.hub import Hub
 from jaxrl_llm.rollout.recording import Place, Recording
 from jaxrl_llm.rollout.workflow import Rollout, completion_text, request_key, turns_of
@@ -329,7 +329,10 @@ class Episode:
     """
     self._check_open('count')
     self._counts[name] = self._counts.get(name, 0.0) + self._number(f'count {name!r}', amount)
-    self._check_limits()
+    try:
+      check_counts(self._counts, self._name)
+    except ValueError as error:
+      raise InvalidReward(str(error)) from None
 
   def fail(self, error: str) -> None:
     """Makes the trajectory unscorable. Use this for errors that are not the policy's fault."""
@@ -437,10 +440,12 @@ class Episode:
     # If another process renders the template, a thread waits for that process, which may be slow or
     # hang.
     if self.tokenizer.renders_elsewhere:
-      whole = await asyncio.to_thread(self._render, messages)
-    else:
-      whole = self._render(messages)
-    begins_step = self._restarts
+      return await asyncio.to_thread(self._extended, messages)
+    return self._extended(messages)
+
+  def _extended(self, messages: list[ChatMessage]) -> _Prompt:
+    """Renders the whole conversation, and encodes the text that it adds to the text so far."""
+    whole, begins_step = self._render(messages), self._restarts
     if whole.startswith(self._text):
       added = whole[len(self._text) :]
     elif self._history == 'template':
