@@ -210,8 +210,11 @@ class Upload:
     size = 0
     try:
       while True:
-        async with asyncio.timeout(_BODY_S):
-          chunk = await self._content.readany()
+        if self._content.is_eof():  # The whole body has arrived, as that of most small requests.
+          chunk = self._content.read_nowait()
+        else:
+          async with asyncio.timeout(_BODY_S):
+            chunk = await self._content.readany()
         if not chunk:
           return
         size += len(chunk)
