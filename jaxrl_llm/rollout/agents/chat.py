@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.core.errors import one_line
@@ -83,11 +83,50 @@ class Answer(NamedTuple):
     }
 
 
-def read_request(body: Mapping[str, Json], sampling: Sampling) -> ChatRequest:
+class MessageReader:
+  """Reads the messages of an agent's requests. Most requests repeat the messages of the previous
+  request and add a few, so only the added messages are read.
+  """
+
+  def __init__(self):
+    self._items: list[Json] = []
+    """Messages of the previous request, as received."""
+    self._messages: list[ChatMessage] = []
+    """The same messages, as returned."""
+    self._called: dict[str, str] = {}
+    """Name of the called tool, keyed by the id of the call."""
+
+  def __call__(self, items: list[Json]) -> tuple[ChatMessage, ...]:
+    """Returns the messages, each with only the keys that chat templates read. Tool results without
+    a name get the name of the called tool. Raises Refusal if a message is malformed.
+    """
+    known = len(self._items)
+    if items[:known] != self._items:
+      known, self._items, self._messages, self._called = 0, [], [], {}
+    added = [read_message(f'messages[{i}]', items[i]) for i in range(known, len(items))]
+    self._items = items
+    self._messages += map(self._named, added)
+    return tuple(self._messages)
+
+  def _named(self, message: ChatMessage) -> ChatMessage:
+    """Returns the message, with the name of the called tool if it is the result of a call."""
+    for call in message.get('tool_calls', []):
+      if isinstance(call['id'], str):
+        self._called[call['id']] = call['function']['name']
+    uid = message.get('tool_call_id')
+    if 'name' not in message and isinstance(uid, str) and uid in self._called:
+      return {**message, 'name': self._called[uid]}
+    return message
+
+
+def read_request(
+  body: Mapping[str, Json], sampling: Sampling, read_messages: MessageReader
+) -> ChatRequest:
   """Parses the body of a chat-completion request.
 
   Args:
     sampling: the run's sampling parameters. A request may state the same values.
+    read_messages: reader of the messages of this agent's requests.
 
   Raises:
     Refusal: the request is malformed, or requires an unsupported feature.
@@ -98,11 +137,11 @@ def read_request(body: Mapping[str, Json], sampling: Sampling) -> ChatRequest:
   messages = body.get('messages')
   if not isinstance(messages, list) or not messages:
     raise Refusal(400, f'messages is {_shown(messages)}, wanted a list of messages')
-  read = _named([read_message(f'messages[{i}]', item) for i, item in enumerate(messages)])
+  read = read_messages(messages)
   options = body.get('stream_options')
   return ChatRequest(
     model=_of_type(body, 'model', str, 'policy'),
-    messages=tuple(read),
+    messages=read,
     tools=_read_tools(body.get('tools')),
     may_call=body.get('tool_choice') != 'none',
     max_tokens=_read_max_tokens(body),
@@ -200,19 +239,6 @@ def _read_call(call: Mapping[str, Json]) -> dict[str, Json]:
     'type': 'function',
     'function': {'name': function['name'], 'arguments': arguments},
   }
-
-
-def _named(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-  """Yields the messages. Tool results without a name get the name of the called tool."""
-  names: dict[Json, str] = {}
-  for message in messages:
-    for call in message.get('tool_calls', []):
-      if isinstance(call['id'], str):
-        names[call['id']] = call['function']['name']
-    called = message.get('tool_call_id')
-    if 'name' not in message and isinstance(called, str) and called in names:
-      message = {**message, 'name': names[called]}
-    yield message
 
 
 def _read_tools(value: Json) -> tuple[Mapping[str, Json], ...]:

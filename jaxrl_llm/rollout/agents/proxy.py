@@ -15,7 +15,7 @@ from typing import Self
 from aiohttp import web
 
 from jaxrl_llm.core.errors import RunError, one_line
-from jaxrl_llm.core.files import check_depth
+from jaxrl_llm.core.files import MAX_DEPTH, check_depth
 from jaxrl_llm.core.net.server import (
   SERVER,
   Refusal,
@@ -108,8 +108,7 @@ async def _chat(request: web.BaseRequest, session: Session) -> web.StreamRespons
     headers={**SERVER, 'Content-Type': 'text/event-stream', 'Cache-Control': 'no-cache'}
   )
   await response.prepare(request)
-  for chunk in chunks(answer, asked):
-    await response.write(chunk)
+  await response.write(b''.join(chunks(answer, asked)))
   return response
 
 
@@ -125,11 +124,13 @@ async def _reward(request: web.BaseRequest, session: Session) -> web.StreamRespo
 
 async def _body(request: web.BaseRequest) -> dict[str, Json]:
   upload = await begin_upload(request, MAX_BODY)
-  body = parse_object(await upload.read())
-  try:
-    check_depth(body)
-  except ValueError as error:
-    raise Refusal(400, one_line(error)) from None
+  data = await upload.read()
+  body = parse_object(data)
+  if data.count(b'[') + data.count(b'{') > MAX_DEPTH:  # Otherwise, it cannot be nested deeper.
+    try:
+      check_depth(body)
+    except ValueError as error:
+      raise Refusal(400, one_line(error)) from None
   return body
 
 

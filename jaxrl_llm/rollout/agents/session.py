@@ -23,6 +23,7 @@ from jaxrl_llm.rewards.api import MAX_REWARD, Verdict
 from jaxrl_llm.rollout.agents.chat import (
   Answer,
   ChatRequest,
+  MessageReader,
   read_message,
   read_request,
   same_message,
@@ -99,6 +100,9 @@ class Session:
     self.is_unreadable, self.has_reward = False, False
     self.over: EpisodeOver | None = None
     self._episode, self._options = episode, options
+    self._read_messages = MessageReader()
+    self._asked: tuple[ChatMessage, ...] = ()
+    """Messages of the request of the last call."""
     self._said: list[_Message] = []
     """Conversation of the last call, including the response."""
     self._answers: list[_Message] = []
@@ -112,7 +116,7 @@ class Session:
     """Samples the policy's next turn for a request. Raises Refusal if no turn is possible."""
     self._in_flight += 1
     try:
-      request = read_request(body, self._options.sampling)
+      request = read_request(body, self._options.sampling, self._read_messages)
       self._check(request)
       async with self._turns:
         self._check_able()
@@ -128,23 +132,30 @@ class Session:
       self._in_flight -= 1
 
   async def _answered(self, request: ChatRequest) -> Answer:
-    said = [self._recognised(*place) for place in enumerate(request.messages)]
+    said = self._recognised(request.messages)
     self._episode.converse([message.policy for message in said], tools=request.tools)
     turn = await self._turn(request)
     self._episode.count(CALLS)
     answer = self._answer(request, turn)
     sampled = {'role': 'assistant', 'content': turn.text}
     self._answers.append(_Message(read_message('answer', answer.message), sampled))
-    self._said = [*said, self._answers[-1]]
+    self._asked, self._said = request.messages, [*said, self._answers[-1]]
     return answer
 
-  def _recognised(self, index: int, message: ChatMessage) -> _Message:
-    """Returns a message of a request as a `_Message`. If it repeats a turn of the policy, the chat
+  def _recognised(self, messages: tuple[ChatMessage, ...]) -> list[_Message]:
+    """Returns the messages of a request. For those that repeat a turn of the policy, the chat
     template will render the sampled text.
     """
+    known = len(self._asked)
+    same = self._said[:known] if messages[:known] == self._asked else []
+    later = [self._matched(i, messages[i]) for i in range(len(same), len(messages))]
+    return [*same, *later]
+
+  def _matched(self, index: int, message: ChatMessage) -> _Message:
+    """Returns message `index` of a request, which may repeat a message of the last call."""
     if index < len(self._said) and same_message(self._said[index].agent, message):
       return self._said[index]
-    for answer in reversed(self._answers):
+    for answer in reversed(self._answers) if message['role'] == 'assistant' else ():
       if same_message(answer.agent, message):
         return answer
     return _Message(message, message)
