@@ -1,11 +1,14 @@
-"""Latency that the recording proxy adds to a call of the policy, as an agent sees it.
+"""Latency that the recording proxy adds to a call of the policy.
 
-  python benchmarks/agents.py [--sessions=64] [--turns=8] [--delay=1.0]
+  python benchmarks/agents.py [--sessions=64] [--turns=8] [--delay=1.0] [--rounds=2]
 
 An engine that only waits answers after half to one and a half times `--delay`; a process with the
-agents of all sessions calls it through the proxy. The added latency of a call is its round trip
-minus the engine's wait, so it includes the agent's HTTP client, the rendering of the whole
-conversation in the process of the chat template, the recording, and the lateness of the event loop.
+agents of all sessions calls it. A call's latency is its round trip minus the engine's wait. It
+includes the agent's HTTP client and the lateness of the event loop. The same agents call two
+servers in turn, `--rounds` times each: the proxy, and a bare server that reads the same requests,
+waits as long, and answers with constant bytes. The difference is what the proxy adds to an answer
+over HTTP: parsing, the rendering of the whole conversation in the process of the chat template,
+encoding, decoding and recording.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import time
 
 import aiohttp
 import numpy as np
+from aiohttp import web
 
 from jaxrl_llm.core.records.sample import Finish, Segment
 from jaxrl_llm.core.records.task import Task
@@ -48,16 +52,21 @@ class Waiting:
 
   Attributes:
     waits: seconds of each call, in order.
+    answer: text of the tokens.
   """
 
   def __init__(self, tokenizer, delay, draw):
     self.waits, self._delay, self._draw = [], delay, draw
     self._tokens = np.array(tokenizer.encode(text(draw, 2 * TURN))[: TURN - 1], np.int32)
+    self.answer = tokenizer.decode(self._tokens.tolist())
     self._tokens = np.append(self._tokens, np.int32(tokenizer.eos_id))
 
-  async def generate(self, request):
+  async def wait(self):
     self.waits.append(self._delay * self._draw.uniform(0.5, 1.5))
     await asyncio.sleep(self.waits[-1])
+
+  async def generate(self, request):
+    await self.wait()
     end = len(self._tokens)
     segment = Segment(start=0, end=end, version=Version(0, 0), engine='waiting', finish='stop')
     yield (
@@ -69,6 +78,48 @@ class Waiting:
         segments=(segment,),
       ),
     )
+
+
+@contextlib.asynccontextmanager
+async def proxied(hubs, tokenizer):
+  """Yields the base URL of a proxy and the key of each session. The policy of each session is one
+  of the hubs.
+  """
+  task = Task(taskset='bench', domain='agents', prompt=(), truth=None, fields={})
+  async with Proxy() as proxy, contextlib.AsyncExitStack() as opened:
+    keys, episodes = [], []
+    for i, hub in enumerate(hubs):
+      place = Place(task=task, visit=0, group='bench/0/0', index=i)
+      sampling = Sampling()
+      episodes.append(Episode(hub, tokenizer, place, sampling=sampling, max_tokens=100_000))
+      session = Session(episodes[-1], SessionOptions(sampling=sampling, parser=None))
+      keys.append(await opened.enter_async_context(proxy.open(session)))
+    yield proxy.base_url, keys
+  longest = max(len(episode.end().sample.tokens) for episode in episodes)
+  print(f'proxy: samples of up to {longest} tokens')
+
+
+@contextlib.asynccontextmanager
+async def bare(hubs, tokenizer):
+  """Yields the base URL of a server that only reads a request, waits and answers, and the key of
+  each hub.
+  """
+  messages = [{'role': 'assistant', 'content': hub.answer} for hub in hubs]
+  bodies = [json.dumps({'choices': [{'message': message}]}).encode() for message in messages]
+
+  async def answer(request):
+    await request.read()
+    number = int(request.headers['Authorization'].removeprefix('Bearer '))
+    await hubs[number].wait()
+    return web.Response(body=bodies[number], content_type='application/json')
+
+  runner = web.ServerRunner(web.Server(answer, access_log=None))
+  await runner.setup()
+  try:
+    await web.TCPSite(runner, '127.0.0.1', 0).start()
+    yield f'http://127.0.0.1:{runner.addresses[0][1]}', [str(i) for i in range(len(hubs))]
+  finally:
+    await runner.cleanup()
 
 
 def text(draw, words):
@@ -109,35 +160,42 @@ async def agents():
     print(json.dumps(await asyncio.gather(*plays)))
 
 
-async def measure(tokenizer, *, sessions, turns, delay):
-  """Returns the milliseconds that the proxy adds to each call, the CPU milliseconds of this process
-  per call, and the number of tokens of the longest sample.
+async def measure(server, tokenizer, *, sessions, turns, delay):
+  """Returns the milliseconds of each call beyond the engine's wait, and the CPU milliseconds per
+  call of this process.
+
+  Args:
+    server: `proxied` or `bare`.
   """
   hubs = [Waiting(tokenizer, delay, random.Random(i)) for i in range(sessions)]
-  task = Task(taskset='bench', domain='agents', prompt=(), truth=None, fields={})
-  async with Proxy() as proxy, contextlib.AsyncExitStack() as opened:
-    keys, episodes = [], []
-    for i, hub in enumerate(hubs):
-      place = Place(task=task, visit=0, group='bench/0/0', index=i)
-      sampling = Sampling()
-      episodes.append(Episode(hub, tokenizer, place, sampling=sampling, max_tokens=100_000))
-      session = Session(episodes[-1], SessionOptions(sampling=sampling, parser=None))
-      keys.append(await opened.enter_async_context(proxy.open(session)))
-    order = {'url': proxy.base_url, 'turns': turns, 'keys': keys, 'delay': delay}
+  async with server(hubs, tokenizer) as (url, keys):
+    order = {'url': url, 'turns': turns, 'keys': keys, 'delay': delay}
     process = await asyncio.create_subprocess_exec(
       sys.executable, __file__, '--agents', stdin=-1, stdout=-1
     )
     began = time.process_time()
     output, _ = await process.communicate(json.dumps(order).encode())
     processor_ms = 1e3 * (time.process_time() - began) / (sessions * turns)
-  seconds = json.loads(output)
-  added = [
+  beyond = [
     1e3 * (took - waited)
-    for hub, calls in zip(hubs, seconds)
+    for hub, calls in zip(hubs, json.loads(output), strict=True)
     for took, waited in zip(calls, hub.waits, strict=True)
   ]
-  longest = max(len(episode.end().sample.tokens) for episode in episodes)
-  return added, processor_ms, longest
+  return beyond, processor_ms
+
+
+def summary(beyond, processor_ms):
+  """Returns statistics of the latencies of all rounds, and the median of the rounds' CPU times. The
+  arguments are results of `measure`.
+  """
+  quantiles = statistics.quantiles(beyond, n=100)
+  return {
+    'median': statistics.median(beyond),
+    'mean': statistics.fmean(beyond),
+    'p90': quantiles[89],
+    'p99': quantiles[98],
+    'cpu': statistics.median(processor_ms),
+  }
 
 
 def main():
@@ -145,6 +203,7 @@ def main():
   parser.add_argument('--sessions', type=int, default=64)
   parser.add_argument('--turns', type=int, default=8)
   parser.add_argument('--delay', type=float, default=1.0)
+  parser.add_argument('--rounds', type=int, default=2)
   parser.add_argument('--agents', action='store_true', help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.agents:
@@ -157,14 +216,21 @@ def main():
     tokenizer = built.with_template(folder / 'template.jinja')
     tokenizer.render_prompt([{'role': 'user', 'content': 'a'}])  # Starts the process.
     how = {'sessions': args.sessions, 'turns': args.turns, 'delay': args.delay}
-    added, processor_ms, longest = asyncio.run(measure(tokenizer, **how))
-  quantiles = statistics.quantiles(added, n=100)
+    results = {'bare server': (bare, [], []), 'proxy': (proxied, [], [])}
+    for server, beyond, processor_ms in [*results.values()] * args.rounds:
+      calls, cpu = asyncio.run(measure(server, tokenizer, **how))
+      beyond += calls
+      processor_ms.append(cpu)
   print(
-    f'{args.sessions} sessions of {args.turns} turns, engine {args.delay:g} s, up to {longest} '
-    f'tokens: added ms per call: median {statistics.median(added):.1f}, mean '
-    f'{statistics.fmean(added):.1f}, p90 {quantiles[89]:.1f}, p99 {quantiles[98]:.1f}; '
-    f"processor ms per call in the proxy's process: {processor_ms:.1f}"
+    f'{args.sessions} sessions of {args.turns} turns, engine {args.delay:g} s, {args.rounds} '
+    "rounds; ms per call beyond the engine's wait, with the agent's HTTP client, and CPU ms per "
+    "call in the server's process:"
   )
+  rows = {name: summary(beyond, cpu) for name, (_, beyond, cpu) in results.items()}
+  server = rows['bare server']
+  rows['difference'] = {key: value - server[key] for key, value in rows['proxy'].items()}
+  for name, row in rows.items():
+    print(f'  {name:11}', ', '.join(f'{key} {value:.2f}' for key, value in row.items()))
 
 
 if __name__ == '__main__':
