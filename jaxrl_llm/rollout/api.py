@@ -18,6 +18,7 @@ from collections.abc import (
   Collection,
   Iterable,
   Iterator,
+  Sequence,
 )
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -334,6 +335,14 @@ class SharedWrite:
   """
 
 
+DeviceArrays = Callable[[Sequence[str], Any], Iterator[tuple[str, Any]]]
+"""Function of (names in the unrolled parameter tree, `jax.Device`) that yields (name, bits) for
+each of these parameters, in their order. The bits are those of the whole array as it is published:
+a flat `jax.Array` of unsigned integers on the device. The function and its iterators are used on
+the device thread.
+"""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
   """Weights of one policy version, for loading into an engine."""
@@ -353,6 +362,10 @@ class Weights:
   shares: SharedWrite | None = None
   """Description of how the trainer's processes write the weights together. `leaves` then contains
   only the share of process 0. If None, `leaves` contains all weights.
+  """
+  on_device: DeviceArrays | None = None
+  """The same weights in the memory of a device of the trainer, until `Engine.load` returns. None if
+  they are only on the host, or if the trainer has several processes.
   """
 
   @classmethod

@@ -212,6 +212,20 @@ class Gatherer:
         filled[name] += array.size
     return unflatten(host) if self._leads else None
 
+  def parts(self, params: Params, names: Sequence[str]) -> Iterator[tuple[Part, Cut, jax.Array]]:
+    """Yields each part of the given parameters with its array on the devices, in the order of the
+    names. The programs are those of `leaves`. Only for jobs of one process.
+
+    Args:
+      names: names in the unrolled tree.
+    """
+    firsts = {tensor.name: (tensor, cut) for tensor, cut in self.tensors(params)}
+    for name in names:
+      tensor, cut = firsts[name]
+      for group, start, skipped in starts(cut):
+        part = tensor._replace(group=group, start=start, skipped=skipped)
+        yield part, cut, self._compute(part, cut)
+
   def of_bits(self) -> Gatherer:
     """Returns a gatherer for the same processes that leaves the arrays as they are."""
     return Gatherer(

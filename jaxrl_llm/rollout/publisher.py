@@ -16,6 +16,7 @@ from jaxrl_llm.rollout.api import Engine, SharedWrite, ShareWriter, SharingEngin
 from jaxrl_llm.rollout.device_image import DeviceImage
 from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.rollout.probe import Prober
+from jaxrl_llm.rollout.whole_arrays import WholeArrays
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 
 
@@ -51,7 +52,7 @@ class Publisher:
       image: image of the newest version on the devices. With it, versions that are published as
         deltas are compared there. If None, they are compared on the hosts.
     """
-    self._image = image
+    self._image, self._whole = image, WholeArrays(gatherer)
     self._coordinator, self._writer = coordinator, writer
     self._engine, self._device, self._gatherer, self._prober = engine, device, gatherer, prober
     self._changing, self._events = changing, events
@@ -100,7 +101,10 @@ class Publisher:
         leaves = self._gatherer.arrays(sent)
       elif shares is None:
         leaves = self._gatherer.leaves(sent)
-      await self._engine.load(Weights(version=version, leaves=leaves, probe=probe, shares=shares))
+      on_device = self._whole.of(sent) if jax.process_count() == 1 else None
+      await self._engine.load(
+        Weights(version=version, leaves=leaves, probe=probe, shares=shares, on_device=on_device)
+      )
     elif shares is None:
       await self._device.run(self._gatherer.take_part, sent)
     else:

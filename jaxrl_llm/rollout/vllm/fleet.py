@@ -22,6 +22,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.api import Completion, Request, Weights
 from jaxrl_llm.rollout.vllm.admission import Admission
 from jaxrl_llm.rollout.vllm.completions import Completions
+from jaxrl_llm.rollout.vllm.device_transfer import DeviceFeed
 from jaxrl_llm.rollout.vllm.discovery import Discovery
 from jaxrl_llm.rollout.vllm.dispatch import Dispatcher
 from jaxrl_llm.rollout.vllm.membership import Membership, away
@@ -59,6 +60,7 @@ class Fleet:
     adapter_rank: int = 0,
     direct: bool = False,
     discovery: Discovery | None = None,
+    feed: DeviceFeed | None = None,
   ):
     """
     Args:
@@ -75,13 +77,14 @@ class Fleet:
       direct: whether all servers must have fronts that sign, because requests have couriers
         (`Request.courier`).
       discovery: finds servers that join and leave. If None, `replicas` are the only servers.
+      feed: see `Updates`.
     """
     self.name = name
     self._config = config
     dispatcher = Dispatcher(self._serving, config)
     self._roster = roster = Roster(name, replicas, dispatcher)
     served = Served(spec.vocab_size, dtype, max_length)
-    self._updates = Updates(roster, config, folder, served, run)
+    self._updates = Updates(roster, config, folder, served, run, feed)
     requirements = Requirements(
       shapes={entry.hf: entry.shape for entry in entries(spec)},
       dtype=dtype,

@@ -123,8 +123,8 @@ class VllmConfig:
   """How published weights reach the servers. With 'files', the servers read the published files.
   With 'pull', the hosts of attached servers fetch the files over HTTP from the trainer and from
   each other, while the servers still sample. With 'nccl' or 'ipc', a sender process on the
-  trainer's host reads the files and sends the weights over NCCL or CUDA IPC. 'ipc' requires owned
-  servers with one GPU each.
+  trainer's host reads the files and sends the weights over NCCL or CUDA IPC; for 'nccl', see also
+  `feed`. 'ipc' requires owned servers with one GPU each.
   """
   source: FrontConfig = FrontConfig()
   """Address at which serving hosts fetch published weights from the trainer if `transfer` is
@@ -150,6 +150,13 @@ class VllmConfig:
   sender_host: str = '127.0.0.1'
   """Address of this host at which the servers' workers reach the sender processes. It is used if
   `transfer` is 'nccl'.
+  """
+  feed: Literal['files', 'devices'] = 'files'
+  """Origin of the weights that are sent if `transfer` is 'nccl'. With 'files', a sender process
+  reads the published files, and copies them to its GPU. With 'devices', the trainer's process
+  itself joins each server's NCCL group, and sends from the memory of its first GPU; files are still
+  written, for servers that come back later. 'devices' requires a trainer of one process on NVIDIA
+  GPUs, none of which a server uses. It has not been tested on GPUs.
   """
   publish_dir: str | None = None
   """Directory of published weights. If None, shared memory of this host is used. If servers on
@@ -246,6 +253,8 @@ class VllmConfig:
         f'rollout.vllm.sender_device: {self.sender_device} is a GPU of rollout.vllm.devices too, '
         'and NCCL refuses two processes of a group on one GPU; name another'
       )
+    if self.feed == 'devices':
+      self._check_feed()
     for name in self.args:
       if name.replace('-', '_') in _OURS:
         raise UserError(
@@ -264,6 +273,25 @@ class VllmConfig:
         "lie in this host's shared memory; name a directory that both hosts see in "
         'rollout.vllm.publish_dir (/dev/shm if the server is on this host), or set '
         'rollout.vllm.transfer=pull or nccl'
+      )
+
+  def _check_feed(self) -> None:
+    """Raises UserError if the trainer's GPU cannot be the origin of the weights."""
+    remedy = 'or set rollout.vllm.feed to files'
+    if self.transfer != 'nccl':
+      raise UserError(
+        "rollout.vllm.feed: 'devices' sends from the trainer's GPU over NCCL, but "
+        f'rollout.vllm.transfer is {self.transfer!r}; set transfer to nccl, {remedy}'
+      )
+    if self.sender_device is not None:
+      raise UserError(
+        f'rollout.vllm.sender_device: {self.sender_device}, wanted None: with '
+        f"rollout.vllm.feed='devices' there is no sender process; leave it out, {remedy}"
+      )
+    if not self.attached and not self.devices:
+      raise UserError(
+        "rollout.vllm.feed: 'devices' needs servers on other GPUs than the trainer's, but "
+        f"rollout.vllm.devices is empty, so they would use the trainer's; name theirs, {remedy}"
       )
 
   @property
@@ -363,6 +391,23 @@ def check_transfer(config: VllmConfig) -> pathlib.Path:
       'a CUDA build in rollout.vllm.environment'
     )
   return python
+
+
+def nccl_library(config: VllmConfig) -> str:
+  """Returns the path of the NCCL library that the servers use: all members of a group need the same
+  version. It is the one that `VLLM_NCCL_SO_PATH` names to vLLM, or that of the environment. Raises
+  UserError if there is none.
+  """
+  if path := config.env.get('VLLM_NCCL_SO_PATH'):
+    return path
+  packages = check_transfer(config).parent.parent
+  found = sorted(packages.glob('lib/python*/site-packages/nvidia/nccl/lib/libnccl.so.2'))
+  if not found:
+    raise UserError(
+      f"rollout.vllm.feed: 'devices' needs the NCCL library of the servers, and {packages} has "
+      "none; name its file in rollout.vllm.env={'VLLM_NCCL_SO_PATH': …}, or set feed to files"
+    )
+  return str(found[0])
 
 
 def split_cores(servers: int, workers: int = 1) -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
 
 from jaxrl_llm.core.disk import write_durably
 from jaxrl_llm.core.errors import UserError
@@ -19,12 +22,20 @@ from jaxrl_llm.rollout.engine import EngineSetting, EngineSpec, Run
 from jaxrl_llm.rollout.vllm.adapter_folder import AdapterFolder
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
+from jaxrl_llm.rollout.vllm.device_transfer import DeviceFeed, DeviceTransfer
 from jaxrl_llm.rollout.vllm.discovery import Discovery, fingerprint
 from jaxrl_llm.rollout.vllm.fleet import Fleet
+from jaxrl_llm.rollout.vllm.nccl import Libraries
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder
 from jaxrl_llm.rollout.vllm.pull.distributor import Distributor, PullTransfer
 from jaxrl_llm.rollout.vllm.replica import Replica
-from jaxrl_llm.rollout.vllm.server import OwnedServer, ServerCommand, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.server import (
+  OwnedServer,
+  ServerCommand,
+  VllmConfig,
+  nccl_library,
+  server_commands,
+)
 from jaxrl_llm.rollout.vllm.share_writer import VllmShareWriter
 from jaxrl_llm.rollout.vllm.transfer import Transfer, build_transfer
 from jaxrl_llm.weights.hf import write_config
@@ -58,6 +69,7 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
         'devices',
         'publish_dir',
         'transfer',
+        'feed',
         'source',
         'full_every',
         'compare',
@@ -77,7 +89,30 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
     commands=lambda setting: _lines(config, setting),
     share_writer=VllmShareWriter,
     compares_on_devices=config.compare == 'devices',
+    check_devices=lambda setting, devices: _check_feed(config, devices),
   )
+
+
+def _check_feed(config: VllmConfig, devices: Sequence[jax.Device]) -> None:
+  """Raises UserError if weights are to be sent from the memory of devices that cannot.
+
+  Args:
+    devices: devices of the trainer's process.
+  """
+  if config.feed == 'files':
+    return
+  remedy = 'set rollout.vllm.feed=files'
+  platform, count = devices[0].platform, jax.process_count()
+  if platform not in ('gpu', 'cuda'):
+    raise UserError(
+      f"rollout.vllm.feed: 'devices' sends from NVIDIA GPUs, but the trainer is on {platform!r}; "
+      f'{remedy}'
+    )
+  if count > 1:
+    raise UserError(
+      f"rollout.vllm.feed: 'devices' needs a trainer of one process, but this one has {count}; "
+      f'{remedy}'
+    )
 
 
 def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
@@ -85,8 +120,13 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
   discovery = None
   source = _source(config, setting) if config.transfer == 'pull' else None
   distributor = None if source is None else Distributor(source)
+  feed = None
+  if config.feed == 'devices':
+    dtype = _dtype(config, setting)
+    feed = DeviceFeed(setting.spec, dtype, jax.local_devices()[0], run)
+  transfers = functools.partial(_transfer, config, setting, distributor=distributor, feed=feed)
   if config.discover is not None:
-    replicas, discovery = [], _discovery(config, setting, distributor)
+    replicas, discovery = [], _discovery(config, setting, transfers)
   elif config.addresses:
     key, served = read_key(config.key_file, 'rollout.vllm.key_file'), _served(setting)
     replicas = [
@@ -94,14 +134,14 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
         f'vllm-{i}',
         client=VllmClient(address, key=key, ca_file=config.ca_file, name=f'vllm-{i}'),
         server=None,
-        transfer=_transfer(config, setting, i, distributor),
+        transfer=transfers(i),
         keeps_cache=config.kv == 'keep',
         has_served=address in served,
       )
       for i, address in enumerate(config.addresses)
     ]
   else:
-    replicas = _owned(config, setting, published)
+    replicas = _owned(config, setting, published, transfers)
   _write_model(config, setting)
   # In a configured directory, the folder must be readable by servers of other users. In shared
   # memory, only servers of this user read it, so it is private.
@@ -129,6 +169,7 @@ def _fleet(config: VllmConfig, setting: EngineSetting, run: Run) -> Fleet:
     check_tokenizer=lambda replica: _check_and_record(replica, setting),
     direct=setting.direct,
     discovery=discovery,
+    feed=feed,
   )
 
 
@@ -148,7 +189,7 @@ def _source(config: VllmConfig, setting: EngineSetting) -> FrontConfig:
 
 
 def _discovery(
-  config: VllmConfig, setting: EngineSetting, distributor: Distributor | None
+  config: VllmConfig, setting: EngineSetting, transfers: Callable[[int], Transfer]
 ) -> Discovery:
   if (registry := setting.registry) is None:
     raise UserError(
@@ -159,8 +200,7 @@ def _discovery(
 
   def build(name: str, address: str, number: int) -> Replica:
     client = VllmClient(address, key=key, ca_file=config.ca_file, name=name)
-    transfer = _transfer(config, setting, number, distributor)
-    keeps_cache = config.kv == 'keep'
+    transfer, keeps_cache = transfers(number), config.kv == 'keep'
     return Replica(name, client=client, server=None, transfer=transfer, keeps_cache=keeps_cache)
 
   return Discovery(
@@ -254,7 +294,12 @@ def _dtype(config: VllmConfig, setting: EngineSetting) -> str:
   return setting.dtype if config.dtype == 'policy' else config.dtype
 
 
-def _owned(config: VllmConfig, setting: EngineSetting, published: pathlib.Path) -> list[Replica]:
+def _owned(
+  config: VllmConfig,
+  setting: EngineSetting,
+  published: pathlib.Path,
+  transfers: Callable[[int], Transfer],
+) -> list[Replica]:
   commands, logs = _commands(config, setting), setting.workdir.absolute() / 'logs'
   servers = [
     OwnedServer(command, name=f'vllm-{i}', log=logs / f'vllm-{i}.log', remove=(published,))
@@ -265,7 +310,7 @@ def _owned(config: VllmConfig, setting: EngineSetting, published: pathlib.Path) 
       s.name,
       client=VllmClient(s.address, name=s.name),
       server=s,
-      transfer=_transfer(config, setting, i),
+      transfer=transfers(i),
       keeps_cache=config.kv == 'keep',
     )
     for i, s in enumerate(servers)
@@ -273,10 +318,19 @@ def _owned(config: VllmConfig, setting: EngineSetting, published: pathlib.Path) 
 
 
 def _transfer(
-  config: VllmConfig, setting: EngineSetting, i: int, distributor: Distributor | None = None
+  config: VllmConfig,
+  setting: EngineSetting,
+  i: int,
+  *,
+  distributor: Distributor | None,
+  feed: DeviceFeed | None,
 ) -> Transfer:
+  """Builds the transfer of server number `i`."""
   if distributor is not None:
     return PullTransfer(distributor)
+  if feed is not None:
+    library = nccl_library(config)
+    return DeviceTransfer(feed, lambda: Libraries.load(library))
   return build_transfer(config, i, log=setting.workdir.absolute() / 'logs' / f'vllm-{i}-sender.log')
 
 

@@ -386,7 +386,7 @@ async def _perform(client: VllmClient, message: Mapping[str, Any], deadline_s: f
 
 
 def build_transfer(config: VllmConfig, index: int, *, log: pathlib.Path) -> Transfer:
-  """Builds the configured transfer of one server, which must not be 'pull'.
+  """Builds the configured transfer of one server, which must be 'files', or have a sender.
 
   Args:
     index: index of the server.

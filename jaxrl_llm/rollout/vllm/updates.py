@@ -18,6 +18,7 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.core.types import Json, Version
 from jaxrl_llm.rollout.api import Completion, Probe, Weights
+from jaxrl_llm.rollout.vllm.device_transfer import DeviceFeed
 from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Unproven
 from jaxrl_llm.rollout.vllm.roster import Roster
@@ -61,12 +62,16 @@ class Updates:
     folder: PublicationFolder,
     served: Served,
     run: Callable[..., Awaitable[Any]],
+    feed: DeviceFeed | None = None,
   ):
     """
     Args:
       run: calls its first argument with the remaining arguments on the process's device thread, and
         returns the result.
+      feed: feed of the servers' transfers from the trainer's device memory; None if they send
+        files.
     """
+    self._feed = feed
     self._roster, self._config, self.folder, self._served = roster, config, folder, served
     self._writer = VersionWriter(folder, run)
     self._tolerance = config.probe_tolerance
@@ -111,12 +116,15 @@ class Updates:
         stays in service.
     """
     roster = self._roster
-    async with self.lock:
+    async with self.lock, contextlib.AsyncExitStack() as ending:
       roster.check_alive()
       loop = asyncio.get_running_loop()
       began = loop.time()
       publication = await self._writer.write(weights, roster.replicas)
       self._seconds['perf/publish_write_s'] = loop.time() - began
+      if self._feed is not None:
+        self._feed.offer(publication.label, weights.on_device)
+        ending.callback(self._feed.withdraw)
       current = Current(publication, weights.probe)
       # Until all hosts have the files, the servers sample with the previous version.
       failures = await self._prepare_all(current)

@@ -734,7 +734,7 @@ def test_configurations_that_cannot_work_are_one_clear_error(tmp_path):
 
 
 REAL = """
-import dataclasses, inspect, torch
+import base64, dataclasses, inspect, torch
 import jaxrl_llm_sender as sender
 from vllm.distributed.weight_transfer import base, clients, factory, ipc_engine, nccl_common, \
 nccl_engine
@@ -774,6 +774,21 @@ assert sender.as_json(update) == clients._json_safe_update_payload(update)
 nccl_engine.NCCLWeightTransferUpdateInfo(**sender.as_json(info))
 received = ipc_engine.IPCWeightTransferUpdateInfo(**sender.as_json(update))
 assert received.ipc_handles == {'GPU-1': (1, 2)}
+
+# What a trainer that joins the group itself relies on (rollout.vllm.nccl).
+from vllm.distributed.device_communicators import pynccl, pynccl_wrapper
+unique_id = base64.b64encode(bytes(range(128))).decode()
+joining = nccl_common.NCCLWeightTransferInitInfo(
+  nccl_unique_id_b64=unique_id, rank_offset=1, world_size=2, packed=False
+)
+assert joining.nccl_unique_id_bytes == bytes(range(128))
+assert nccl_engine.NCCLWeightTransferEngine.init_info_cls is type(joining)
+assert [
+  getattr(pynccl_wrapper.ncclDataTypeEnum, f'nccl{name}')
+  for name in ('Float16', 'Float32', 'Float64', 'Bfloat16')
+] == [6, 7, 8, 9]
+warm_up = inspect.getsource(pynccl.PyNcclCommunicator._init_comm)
+assert 'data = torch.zeros(1, device=device)' in warm_up and 'self.all_reduce(data)' in warm_up
 print('all there')
 """
 
