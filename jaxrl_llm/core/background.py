@@ -2,10 +2,11 @@
 release Python's global lock most of the time, or to a second event loop.
 
 Only the work that takes the longest per token is moved: receiving and parsing servers' responses,
-receiving messages of explorers, decoding text, writing samples to the store's index
-(`master.exploring.settling`), computing metrics, and writing transcripts. The following work also
-grows with the length of sequences, but stays on the event loop's thread: building the lists of
-prompt tokens in requests, and finding the prefixes that the rows of a batch share.
+receiving messages of explorers and checking what they deliver, decoding text, writing samples to
+the store's index (`master.exploring.settling`), computing metrics, and writing transcripts. The
+following work also grows with the length of sequences, but stays on the event loop's thread:
+building the lists of prompt tokens in requests, and finding the prefixes that the rows of a batch
+share.
 """
 
 from __future__ import annotations
@@ -67,21 +68,25 @@ def in_daemon_thread(
 
 
 class BackgroundLoop:
-  """An event loop in a daemon thread."""
+  """An event loop in a daemon thread.
+
+  Attributes:
+    loop: the event loop.
+  """
 
   def __init__(self, name: str):
-    self._loop = asyncio.new_event_loop()
-    threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+    self.loop = asyncio.new_event_loop()
+    threading.Thread(target=self.loop.run_forever, name=name, daemon=True).start()
 
   async def run(self, work: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine in the background loop and returns its result; see `run_in`."""
-    return await run_in(self._loop, work)
+    return await run_in(self.loop, work)
 
   def call_soon(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
     """Calls a function in the background loop, without waiting for the call. May be called in any
     thread.
     """
-    self._loop.call_soon_threadsafe(functools.partial(function, *args, **kwargs))
+    self.loop.call_soon_threadsafe(functools.partial(function, *args, **kwargs))
 
   @contextlib.asynccontextmanager
   async def entered(self, manager: contextlib.AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
@@ -103,18 +108,32 @@ async def run_in(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) 
   if loop is asyncio.get_running_loop():
     # Wait 'background': bounded: every wait in the coroutine has a deadline.
     return await work
+  caller = asyncio.get_running_loop()
   tasks: list[asyncio.Task[T]] = []
-  result: concurrent.futures.Future[T] = concurrent.futures.Future()
+  result: asyncio.Future[T] = caller.create_future()
+  ended: asyncio.Future[None] = caller.create_future()
 
   def begin() -> None:
     tasks.append(loop.create_task(work))
-    tasks[0].add_done_callback(lambda task: _pass_on(task, result))
+    tasks[0].add_done_callback(lambda task: _call_soon(caller, pass_on, task))
+
+  def pass_on(task: asyncio.Task[T]) -> None:
+    ended.set_result(None)
+    error = None if task.cancelled() else task.exception()
+    if result.done():  # The caller was cancelled.
+      return
+    if task.cancelled():
+      result.cancel()
+    elif error is not None:
+      result.set_exception(error)
+    else:
+      # Wait 'background': already over, because the task has ended.
+      result.set_result(task.result())
 
   loop.call_soon_threadsafe(begin)
-  ended = asyncio.wrap_future(result)
   try:
     # Wait 'background': bounded: every wait in the coroutine has a deadline.
-    return await asyncio.shield(ended)
+    return await result
   except asyncio.CancelledError:
     if not ended.done():
       loop.call_soon_threadsafe(lambda: tasks[0].cancel())
@@ -122,14 +141,44 @@ async def run_in(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) 
     raise
 
 
-def _pass_on(task: asyncio.Task[T], result: concurrent.futures.Future[T]) -> None:
-  if task.cancelled():
-    result.cancel()
-  elif (error := task.exception()) is not None:
-    result.set_exception(error)
-  else:
-    # Wait 'background': already over, because the task has ended.
-    result.set_result(task.result())
+async def call_in(
+  loop: asyncio.AbstractEventLoop, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+  """Calls a function in an event loop, which may be that of another thread, and returns its
+  result. If this call is cancelled, the function may be called nevertheless.
+  """
+  caller = asyncio.get_running_loop()
+  if loop is caller:
+    return function(*args, **kwargs)
+  result: asyncio.Future[T] = caller.create_future()
+
+  def call() -> None:
+    try:
+      value = function(*args, **kwargs)
+    except Exception as error:
+      _call_soon(caller, pass_on, None, error)
+    else:
+      _call_soon(caller, pass_on, value, None)
+
+  def pass_on(value: T, error: Exception | None) -> None:
+    if result.done():  # The caller was cancelled.
+      return
+    if error is None:
+      result.set_result(value)
+    else:
+      result.set_exception(error)
+
+  loop.call_soon_threadsafe(call)
+  # Wait 'background': bounded: the function does not wait.
+  return await result
+
+
+def _call_soon(
+  loop: asyncio.AbstractEventLoop, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+) -> None:
+  """Calls a function in an event loop, unless the loop has been closed."""
+  with contextlib.suppress(RuntimeError):
+    loop.call_soon_threadsafe(functools.partial(function, *args, **kwargs))
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Coroutines in the background loop: their results, and their ends when the caller is cancelled."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -19,6 +20,44 @@ def test_results_and_errors_are_passed_on():
       await loop.run(fail())
 
   asyncio.run(main())
+
+
+def test_a_function_is_called_in_the_other_loop():
+  def divide(count, by):
+    return count / by, threading.current_thread().name
+
+  async def main():
+    loop = background.responses().loop
+    assert await background.call_in(loop, divide, 6, by=2) == (3, 'responses')
+    with pytest.raises(ZeroDivisionError):
+      await background.call_in(loop, divide, 6, by=0)
+    here = threading.current_thread().name
+    assert await background.call_in(asyncio.get_running_loop(), divide, 6, by=2) == (3, here)
+
+  asyncio.run(main())
+
+
+def test_results_for_callers_that_are_gone_are_dropped(caplog):
+  """The callers are cancelled, or their loops are closed."""
+  goes_on, called = threading.Event(), threading.Event()
+
+  def wait():
+    goes_on.wait()
+    called.set()
+    raise ValueError('no')
+
+  async def main():
+    calling = asyncio.create_task(background.call_in(background.responses().loop, wait))
+    await asyncio.sleep(0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await calling
+
+  asyncio.run(main())
+  goes_on.set()
+  assert called.wait(30)
+  asyncio.run(background.responses().run(asyncio.sleep(0)))  # The loop works on.
+  assert not caplog.records
 
 
 @pytest.mark.parametrize('fails', [False, True])
