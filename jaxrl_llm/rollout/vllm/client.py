@@ -98,7 +98,9 @@ class VllmClient:
     self._tickets = TicketOffice(
       address, key, name=self.name, call=self.call, answers=self._samples
     )
-    self._closed = asyncio.Event()
+    self._is_closed = False
+    self._fetches: set[asyncio.Timeout] = set()
+    """Time limits of the calls of `fetch` in progress. They expire when the client is closed."""
     self._labels: dict[str, Version] = {}
     """Versions published through this client, keyed by label. Completions with other labels are
     rejected.
@@ -114,7 +116,9 @@ class VllmClient:
     """Names of the adapters loaded through this client, newest last."""
 
   async def close(self) -> None:
-    self._closed.set()
+    self._is_closed = True
+    while self._fetches:
+      self._fetches.pop().reschedule(0)
     await self._tickets.close()
     await self._calls.close()
     await background.responses().run(self._samples.close())
@@ -289,18 +293,18 @@ class VllmClient:
     Args:
       parts: parts of the completion that have been delivered.
     """
-    # Wait 'completion': bounded by the errand's deadline, after which this task is cancelled.
-    tasks = [asyncio.create_task(fetch), asyncio.create_task(self._closed.wait())]
+    limit = asyncio.timeout(0 if self._is_closed else None)
     try:
-      # Wait 'completion': bounded by the errand's deadline.
-      await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-      if not tasks[0].done():
-        return await parts.given_up('the client has been closed')
-      return tasks[0].result()
+      async with limit:
+        self._fetches.add(limit)
+        # Wait 'completion': bounded by the errand's deadline.
+        return await fetch
+    except TimeoutError:
+      if not limit.expired():
+        raise
+      return await parts.given_up('the client has been closed')
     finally:
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
+      self._fetches.discard(limit)
 
   def _body(
     self, request: Request, index: int, seed: int, *, stream: int | None = None

@@ -70,6 +70,8 @@ class Dispatcher:
     iteration of the event loop would block everything else.
     """
     for _ in range(_BURST):
+      if not self._waiting:
+        return
       free = {samples: self._choose(samples=samples) for samples in (False, True)}
       places = (i for i, place in enumerate(self._waiting) if free[place.samples])
       number = next(places, None) if any(free.values()) else None
