@@ -286,7 +286,8 @@ def test_no_altered_delivery_is_accepted(count):
     parts = SignedParts(keys.chain(ticket), name='a', **how)
     body = data.draw(encoded(honest._asdict(), msgpack_bytes))
     errands = Errands(collections.Counter())
-    fetching = RequestCourier(errands).fetch(dataclasses.replace(errand, parts=parts))
+    courier = RequestCourier(errands, lambda errand: None, asyncio.get_running_loop())
+    fetching = courier.fetch(dataclasses.replace(errand, parts=parts))
     waiting = asyncio.create_task(fetching)
     await asyncio.sleep(0)
     try:

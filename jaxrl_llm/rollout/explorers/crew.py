@@ -188,6 +188,8 @@ class Crew:
     self._turns, self._max_steps = turns, max_steps
     self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='explorer-texts')
     self._hub, self._config, self._welcome = hub, config, {**welcome, 'groups': config.groups}
+    self._loop: asyncio.AbstractEventLoop
+    """Event loop in which the crew was started, set by `start`."""
     self._logs, self._command, self._announce = logs, command, announce
     self._nobody_since = time.monotonic()
     self._reported: collections.Counter[str] = collections.Counter()
@@ -209,6 +211,7 @@ class Crew:
       RunError: a local explorer exits repeatedly.
       WaitExpired: no explorer connects within `nobody_s`.
     """
+    self._loop = asyncio.get_running_loop()
     application = self._receiver().application
     listener = listening(application, name='crew', front=self._config.listen, routes=ROUTES)
     self.address, self.front = await self._opened.enter_async_context(
@@ -280,7 +283,8 @@ class Crew:
       self._leases.end(group)
 
   def take_metrics(self) -> dict[str, float]:
-    new, self._reported = self.counts - self._reported, self.counts.copy()
+    counts = self.counts.copy()  # Another thread may add to the counts meanwhile.
+    new, self._reported = counts - self._reported, counts
     direct = {
       'perf/direct_delivered': new['direct_delivered'],
       'perf/direct_undelivered': new['direct_undelivered'],
@@ -301,18 +305,18 @@ class Crew:
       wire.TAKE: self._take,
       wire.ALIVE: self._alive,
       wire.LEAVE: self._leave,
-      wire.DELIVER: self._deliver,
-      wire.SAMPLE: self._sample,
       wire.DONE: self._done,
       wire.FAILED: self._failed,
     }
     streams = {wire.GENERATE: self._generate, wire.SCORE: self._score, wire.ASK: self._ask}
+    local: Mapping[str, Callable] = {wire.DELIVER: self._deliver, wire.SAMPLE: self._sample}
     return Receiver(
       {path: functools.partial(self._reply, path, answer) for path, answer in answers.items()},
       {
         path: functools.partial(self._reply, path, functools.partial(self._stream, frames))
         for path, frames in streams.items()
       },
+      {path: functools.partial(self._reply, path, answer) for path, answer in local.items()},
     )
 
   async def _reply(
@@ -323,19 +327,20 @@ class Crew:
     body: dict[str, Any],
     *send: Send,
   ) -> Reply:
-    """Answers a message. Turns a refusal into an HTTP error status, and evicts the sender if
-    `answer` raises Misbehaved.
+    """Answers a message, in the crew's event loop or in the receiver's. Turns a refusal into an
+    HTTP error status, and evicts the sender if `answer` raises Misbehaved.
     """
     try:
       self._leases.admit(sender)
       return Reply(await answer(sender, body, *send))
     except Gone as gone:
+      await background.call_in(self._loop, self._leases.note_late)
       return Reply(status=410, error=str(gone))
     except SenderEvicted as evicted:
       return Reply(status=wire.EVICTED, error=str(evicted))
     except Misbehaved as error:
       why = f'{path}: {error}'
-      await self._leases.evict(sender, why)
+      await background.run_in(self._loop, self._leases.evict(sender, why))
       return Reply(status=wire.EVICTED, error=f'{sender} was evicted: {why}')
     except UserError as error:
       return Reply(status=422, error=str(error))
@@ -356,14 +361,17 @@ class Crew:
     await self._leases.give_up(sender, 'left')
 
   async def _deliver(self, sender: str, body: dict[str, Any]) -> Any:
-    """Receives parts of a completion, and returns whether more are wanted."""
-    group, delivery = self._leases.held(read_lease(body), sender), read_delivery(body)
+    """Receives parts of a completion, and returns whether more are wanted. Called in the receiver's
+    event loop.
+    """
+    errands, delivery = self._leases.errands(read_lease(body), sender), read_delivery(body)
     try:
-      return await group.errands.deliver(delivery)
+      return await errands.deliver(delivery)
     except BadDelivery as error:
       raise Misbehaved(one_line(error)) from None
 
   async def _sample(self, sender: str, body: dict[str, Any]) -> Any:
+    """Receives a trajectory. Called in the receiver's event loop."""
     lease = read_lease(body)
     group = self._leases.held(lease, sender)
     try:
@@ -375,6 +383,13 @@ class Crew:
       # The lease may have ended meanwhile. The sample may then have been compared with completions
       # of a later lease, so a fault in it proves nothing.
       self._leases.held(lease, sender)
+    await background.call_in(self._loop, self._hand_in, lease, sender, result)
+
+  def _hand_in(self, lease: str, sender: str, result: Rollout | RunError) -> None:
+    """Passes on a trajectory that has been checked, or the error with which the check ended. Raises
+    Gone if the lease has ended, and Misbehaved if the group did not request the trajectory.
+    """
+    group = self._leases.held(lease, sender)
     if isinstance(result, RunError):
       group.fail(result)
       self._leases.end(group)
@@ -420,7 +435,7 @@ class Crew:
 
   async def _stream(
     self,
-    frames: Callable[[dict[str, Any], LentGroup], AsyncIterator[Any]],
+    frames: Callable[[dict[str, Any], LentGroup, Send], AsyncIterator[Any]],
     sender: str,
     body: dict[str, Any],
     send: Send,
@@ -429,7 +444,7 @@ class Crew:
     of a UserError. Any other error ends the group and is raised in `run`.
     """
     with self._leases.called(read_lease(body), sender) as group:
-      answers = frames(body, group)
+      answers = frames(body, group, send)
       try:
         async with contextlib.aclosing(answers):
           async for value in answers:
@@ -441,10 +456,12 @@ class Crew:
       except Exception as error:
         group.fail(error)
 
-  def _generate(self, body: dict[str, Any], group: LentGroup) -> AsyncIterator[Any]:
+  def _generate(self, body: dict[str, Any], group: LentGroup, send: Send) -> AsyncIterator[Any]:
     # Tokens are counted for the group that was lent to the explorer, even if the request states
     # another uid.
-    courier = RequestCourier(group.errands) if self._config.direct else None
+    courier = None
+    if self._config.direct:
+      courier = RequestCourier(group.errands, send, background.messages().loop)
     request = read_request(body, self._bounds)
     asked = dataclasses.replace(request, uid=group.name, courier=courier)
     generated = group.generated
@@ -455,9 +472,9 @@ class Crew:
           generated.add(completion, asked.sampling)
           yield index, completion
 
-    return _rows(completions()) if courier is None else courier.frames(completions())
+    return _rows(completions()) if courier is None else courier.rows(completions())
 
-  def _score(self, body: dict[str, Any], group: LentGroup) -> AsyncIterator[Any]:
+  def _score(self, body: dict[str, Any], group: LentGroup, send: Send) -> AsyncIterator[Any]:
     attempt = read_attempt(body, group)
 
     async def frames() -> AsyncIterator[Any]:
@@ -465,7 +482,7 @@ class Crew:
 
     return frames()
 
-  def _ask(self, body: dict[str, Any], group: LentGroup) -> AsyncIterator[Any]:
+  def _ask(self, body: dict[str, Any], group: LentGroup, send: Send) -> AsyncIterator[Any]:
     model, messages, options = read_question(body)
 
     async def frames() -> AsyncIterator[Any]:

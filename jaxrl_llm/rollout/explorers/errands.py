@@ -14,12 +14,13 @@ import collections
 import contextlib
 import dataclasses
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NoReturn
 
 import numpy as np
 from absl import logging
 
+from jaxrl_llm.core import background
 from jaxrl_llm.rollout.api import Completion, Errand, Forged, Undelivered
 from jaxrl_llm.rollout.explorers.wire import Delivery, completion_row, errand_row, reference_row
 
@@ -53,10 +54,11 @@ class _Open:
 
 
 class Errands:
-  """The errands of one lease.
+  """The errands of one lease. All methods are called in one event loop, which receives the messages
+  of explorers.
 
   Attributes:
-    places: number of errands that may begin now.
+    places: number of errands that may begin now, for use in the event loop of the engine.
     counts: counters, keyed by name. `direct_delivered` counts the delivered completions, and
       `direct_undelivered` those that the engine must fetch or collect itself; of these,
       `direct_expired` are those of which the explorer delivered no recent part.
@@ -170,6 +172,7 @@ class Errands:
 
   async def run(self, courier: RequestCourier, errand: Errand) -> Completion:
     """Has the explorer run an errand; see `Courier.fetch`."""
+    courier.check_open()
     loop = asyncio.get_running_loop()
     completion: asyncio.Future[Completion] = loop.create_future()
     nonce, deadline = errand.nonce, loop.time() + errand.deadline_s
@@ -191,13 +194,14 @@ class Errands:
         else:
           self.counts['direct_expired'] += 1
           self._leave(entry, f'the explorer has delivered no part of the last {self._ticket_s:g} s')
-      async with entry.lock:  # No delivery is being checked when the engine goes on.
-        return completion.result()
     finally:
       completion.cancel()  # This has no effect if the completion has arrived.
       del self._open[nonce]
       if self._is_open(nonce):  # The engine's call was cancelled.
         self._states[nonce] = _State.CLOSED
+      async with entry.lock:  # No delivery is being checked when the engine goes on.
+        pass
+    return completion.result()
 
   def close(self, courier: RequestCourier) -> None:
     """Closes the open errands of a request, because the explorer no longer waits for the request.
@@ -212,12 +216,19 @@ class RequestCourier:
   are sent to the explorer in the response to this request.
 
   Attributes:
-    nonces: nonces of the request's errands.
+    nonces: nonces of the request's errands, for use in the event loop of the errands.
   """
 
-  def __init__(self, errands: Errands):
-    self._errands, self._closed = errands, False
-    self._frames: asyncio.Queue[Any] = asyncio.Queue()
+  def __init__(
+    self, errands: Errands, send: Callable[[Any], None], loop: asyncio.AbstractEventLoop
+  ):
+    """
+    Args:
+      send: sends a value to the explorer. It may be called in any thread.
+      loop: event loop in which the methods of `errands` are called.
+    """
+    self._errands, self._loop, self._is_closed = errands, loop, False
+    self.send = send
     self._fetched: dict[str, np.ndarray] = {}
     """Tokens of the completions that the explorer has delivered, keyed by nonce."""
     self.nonces: set[str] = set()
@@ -226,50 +237,31 @@ class RequestCourier:
   async def place(self) -> AsyncIterator[None]:
     # Wait 'errand': bounded by the time limits of the lease's other errands.
     async with self._errands.places:
-      self._check_open()
+      self.check_open()
       yield
 
   async def fetch(self, errand: Errand) -> Completion:
-    self._check_open()
-    completion = await self._errands.run(self, errand)
+    # Wait 'errand': bounded by the errand's deadline and by `ticket_s`.
+    completion = await background.run_in(self._loop, self._errands.run(self, errand))
     self._fetched[errand.nonce] = completion.tokens
     return completion
 
-  def _check_open(self) -> None:
-    if self._closed:
+  def check_open(self) -> None:
+    """Raises Undelivered if the explorer no longer waits for the request."""
+    if self._is_closed:
       raise Undelivered('the explorer no longer asks for it')
 
-  def send(self, frame: Any) -> None:
-    """Sends a value to the explorer."""
-    self._frames.put_nowait(frame)
-
-  async def frames(self, completions: AsyncIterator[tuple[int, Completion]]) -> AsyncIterator[Any]:
-    """Yields the values of the response to the explorer's request: its errands, and the completions
-    of the engine with their indices. Completions that the explorer has delivered are sent without
-    their arrays.
+  async def rows(self, completions: AsyncIterator[tuple[int, Completion]]) -> AsyncIterator[Any]:
+    """Yields the completions of the engine with their indices, as values of the response to the
+    explorer's request. Completions that the explorer has delivered are sent without their arrays.
     """
-    reading = asyncio.create_task(self._read(completions))
-    try:
-      while True:
-        # Wait 'completion': bounded: the engine ends the completions, or raises an error.
-        frame = await self._frames.get()
-        if frame is None:
-          reading.result()
-          return
-        yield frame
-    finally:
-      self._closed = True
-      self._errands.close(self)
-      reading.cancel()
-      await asyncio.gather(reading, return_exceptions=True)
-
-  async def _read(self, completions: AsyncIterator[tuple[int, Completion]]) -> None:
-    try:
-      async with contextlib.aclosing(completions):
+    async with contextlib.aclosing(completions):
+      try:
         async for index, completion in completions:
-          self.send([index, self._row(completion)])
-    finally:
-      self.send(None)
+          yield [index, self._row(completion)]
+      finally:
+        self._is_closed = True
+        self._loop.call_soon_threadsafe(self._errands.close, self)
 
   def _row(self, completion: Completion) -> dict[str, Any]:
     for nonce, tokens in self._fetched.items():

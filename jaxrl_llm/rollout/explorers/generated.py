@@ -9,6 +9,7 @@ that the group is to be sampled from: an explorer cannot narrow it with top-p or
 
 from __future__ import annotations
 
+import collections
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ class _Source(NamedTuple):
 class Generated:
   """Record of the tokens and logprobs that the engine generated for one lease.
 
-  A sample can be checked in one thread while a completion is added in another.
+  Samples are checked one after the other. Meanwhile, completions can be added in another thread.
   """
 
   def __init__(self, sampling: Sampling | None = None):
@@ -39,6 +40,10 @@ class Generated:
       sampling: sampling parameters of the group; None for the default ones.
     """
     self._sampling = sampling or Sampling()
+    self._added: collections.deque[tuple[Completion, Sampling]] = collections.deque()
+    """Completions that are not in the other fields yet. The next check adds them there, because it
+    is made in a thread, and encoding a long completion would block the event loop.
+    """
     self._parts: dict[_Source, list[bytes]] = {}
     """Generated tokens of each source, as entries."""
     self._untrainable: dict[_Source, list[bytes]] = {}
@@ -46,6 +51,9 @@ class Generated:
 
   def add(self, completion: Completion, sampling: Sampling) -> None:
     """Records a completion that was sampled with these parameters."""
+    self._added.append((completion, sampling))
+
+  def _encode(self, completion: Completion, sampling: Sampling) -> None:
     tokens = _entries(completion.tokens, completion.logprobs)
     parts = self._parts if self._is_trainable(sampling) else self._untrainable
     for part in completion.segments:
@@ -67,6 +75,8 @@ class Generated:
 
     The segments must be in order and must not overlap.
     """
+    while self._added:
+      self._encode(*self._added.popleft())
     tokens = _entries(sample.tokens, sample.behaviour_logprobs)
     generated: dict[_Source, _Joined] = {}
     for segment in sample.segments:
@@ -94,8 +104,7 @@ class Generated:
 
   def _joined(self, source: _Source) -> _Joined:
     """Returns the tokens of a source. Raises ValueError if it has generated none."""
-    # Another thread may add a completion meanwhile, so copies are used.
-    sources = {*list(self._parts), *list(self._untrainable)}
+    sources = self._parts.keys() | self._untrainable.keys()
     engines = {(part.version, part.engine) for part in sources}
     if (source.version, source.engine) not in engines:
       raise ValueError(
@@ -108,7 +117,7 @@ class Generated:
         f'temperature is {source.temperature}, wanted one at which tokens were requested: {wanted}'
       )
     return _Joined(
-      *(_SEPARATOR.join(tuple(parts.get(source, ()))) for parts in (self._parts, self._untrainable))
+      *(_SEPARATOR.join(parts.get(source, ())) for parts in (self._parts, self._untrainable))
     )
 
 

@@ -139,7 +139,7 @@ class Leases:
       errands: creates the record of the errands of a lease, with the given counters.
     """
     self.counts: collections.Counter[str] = collections.Counter()
-    self._silent_s, self._groups, self._errands = silent_s, groups, errands
+    self._silent_s, self._groups, self._make_errands = silent_s, groups, errands
     self._waiting: collections.deque[LentGroup] = collections.deque()
     self._lent: dict[str, LentGroup] = {}
     self._evicted: dict[str, str] = {}
@@ -169,9 +169,9 @@ class Leases:
       self._work.notify_all()
 
   def admit(self, name: str) -> None:
-    """Raises SenderEvicted if the explorer has been evicted."""
-    if name in self._evicted:
-      raise SenderEvicted(f'{name} was evicted: {self._evicted[name]}')
+    """Raises SenderEvicted if the explorer has been evicted. May be called in any thread."""
+    if (why := self._evicted.get(name)) is not None:
+      raise SenderEvicted(f'{name} was evicted: {why}')
 
   def hear(self, name: str) -> None:
     """Records that an explorer is connected and has just sent a message."""
@@ -202,7 +202,7 @@ class Leases:
       self._waiting.remove(group)
     group.lease = secrets.token_hex(16)
     group.generated = Generated(group.sampling)
-    group.errands = self._errands(self.counts)
+    group.errands = self._make_errands(self.counts)
     group.holder, group.lent = name, time.monotonic()
     self._lent[group.lease] = group
     self._measure()
@@ -228,15 +228,28 @@ class Leases:
 
   def held(self, lease: str, name: str) -> LentGroup:
     """Returns the group lent under a lease. Raises Gone if the lease is no longer valid, and
-    Misbehaved if another explorer holds it.
+    Misbehaved if another explorer holds it. May be called in any thread.
     """
-    if lease not in self._lent:
-      self.counts['late'] += 1
+    group = self._lent.get(lease)
+    holder = None if group is None else group.holder
+    if group is None or not self.is_held(lease):  # The holder is that of the lease if it is held.
       raise Gone(lease)
-    group = self._lent[lease]
-    if group.holder != name:
-      raise Misbehaved(f'used a lease of {group.holder}')
+    if holder != name:
+      raise Misbehaved(f'used a lease of {holder}')
     return group
+
+  def errands(self, lease: str, name: str) -> Errands:
+    """Returns the errands of a lease. Raises the exceptions of `held`, and may be called in any
+    thread, too.
+    """
+    errands = self.held(lease, name).errands
+    if not self.is_held(lease):  # The group may have been lent again, with other errands.
+      raise Gone(lease)
+    return errands
+
+  def note_late(self) -> None:
+    """Counts a message under a lease that was no longer valid."""
+    self.counts['late'] += 1
 
   def is_held(self, lease: str) -> bool:
     return lease in self._lent

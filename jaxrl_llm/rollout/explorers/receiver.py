@@ -3,6 +3,7 @@ crew, which answers the messages.
 
 The crew's event loop also runs the engine's requests, the scorers and the store. HTTP and the
 decoding of messages would take more of its time than everything else that it does for a message.
+Messages that need little of the crew's state are answered in the receiver's event loop, too.
 
 Invariant: the crew gets only messages that are msgpack mappings and identify their sender.
 """
@@ -42,9 +43,7 @@ class Reply(NamedTuple):
 
 
 Answer = Callable[[str, dict[str, Any]], Awaitable[Reply]]
-"""Function of (sender's name, message) that returns the response. It is called in the crew's event
-loop.
-"""
+"""Function of (sender's name, message) that returns the response."""
 Send = Callable[[Any], None]
 """Function that sends one value of a streamed response. It may be called in any thread."""
 Stream = Callable[[str, dict[str, Any], Send], Awaitable[Reply]]
@@ -59,16 +58,23 @@ class Receiver:
   that function is cancelled in the crew's event loop, the explorer's connection is closed.
   """
 
-  def __init__(self, answers: Mapping[str, Answer], streams: Mapping[str, Stream]):
+  def __init__(
+    self,
+    answers: Mapping[str, Answer],
+    streams: Mapping[str, Stream],
+    local: Mapping[str, Answer] | None = None,
+  ):
     """
     Args:
-      answers: functions that answer messages with one value, keyed by path.
+      answers: functions that answer messages with one value, keyed by path. They are called in the
+        crew's event loop.
       streams: functions that answer messages with a stream of values, keyed by path.
+      local: like `answers`, but called in the receiver's event loop.
     """
-    self._crew = asyncio.get_running_loop()
+    self._crew, self._local = asyncio.get_running_loop(), local or {}
     self._answers, self._streams = answers, streams
     self.application = web.Application(client_max_size=_MAX_MESSAGE_BYTES)
-    for path in answers:
+    for path in (*answers, *self._local):
       self.application.router.add_post(path, self._answer)
     for path in streams:
       self.application.router.add_post(path, self._stream)
@@ -78,6 +84,8 @@ class Receiver:
       message = await _read(request)
     except ValueError as error:
       return _malformed(request, error)
+    if (answer := self._local.get(request.path)) is not None:
+      return _response(await answer(*message))
     return _response(await background.run_in(self._crew, self._answers[request.path](*message)))
 
   async def _stream(self, request: web.Request) -> web.StreamResponse:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import secrets
+import threading
 
 import aiohttp
 import direct
@@ -20,12 +21,14 @@ from jaxrl_llm.core.net.client import Lost
 from jaxrl_llm.core.net.tickets import TicketKeys
 from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.rollout.api import Completion, Errand, Forged, Undelivered
+from jaxrl_llm.rollout.explorers import generated
 from jaxrl_llm.rollout.explorers.errands import Errands, RequestCourier
 from jaxrl_llm.rollout.explorers.explorer import Evicted
 from jaxrl_llm.rollout.explorers.wire import Delivery
 from jaxrl_llm.rollout.signed_answer import SignedPart
 from jaxrl_llm.rollout.vllm.direct import FRONT_PATH, SIGNED_PATH
 from jaxrl_llm.rollout.vllm.replica import ReplicaState
+from jaxrl_llm.rollout.vllm.ticket_office import SignedParts
 
 
 async def group_of(setting):
@@ -50,6 +53,28 @@ def test_the_samples_are_those_that_the_master_fetches(tmp_path):
 
   direct.run(main)
   assert found[0] == found[1] and len(found[0]) == 3
+
+
+def test_what_explorers_send_is_checked_outside_the_crews_thread(tmp_path, monkeypatch):
+  threads = collections.defaultdict(set)
+
+  def record(owner, name):
+    call = getattr(owner, name)
+
+    def recorded(*args):
+      threads[name].add(threading.current_thread().name.partition('_')[0])
+      return call(*args)
+
+    monkeypatch.setattr(owner, name, recorded)
+
+  async def main():
+    async with direct_crew(tmp_path) as (setting, _, _):
+      assert len(await group_of(setting)) == 3
+
+  record(SignedParts, 'add')
+  record(generated, '_entries')
+  direct.run(main)
+  assert threads == {'add': {'messages'}, '_entries': {'explorer-texts'}}
 
 
 def altered(delivery, **fields):
@@ -178,7 +203,7 @@ def test_a_completion_that_comes_again_or_too_late_is_ignored(tmp_path):
       await rogue.deliver(first)
       assert counts == {'direct_delivered': 1, 'direct_repeated': 1}
       await rogue.stop_asking()
-      await until(lambda: counts['direct_undelivered'])
+      await until(lambda: not fleet.replicas[0].in_flight)
       await rogue.deliver(second)
       assert counts['direct_late'] == 1 and counts['evicted'] == 0
       assert fleet.counts['completions'] == 1
@@ -203,6 +228,10 @@ def errand_of(add, deadline_s=1000.0, nonce='n'):
   return Errand(nonce=nonce, body=b'', deadline_s=deadline_s, parts=Parts(add), **fields)
 
 
+def courier_of(errands):
+  return RequestCourier(errands, lambda errand: None, asyncio.get_running_loop())
+
+
 def test_the_engine_waits_for_no_delivery_beyond_its_deadline():
   async def add(*_):
     raise AssertionError('it is too late')
@@ -212,7 +241,7 @@ def test_the_engine_waits_for_no_delivery_beyond_its_deadline():
     errands = Errands(counts)
     errand = errand_of(add, deadline_s=0.01)
     with pytest.raises(Undelivered, match='has not delivered it within'):
-      await RequestCourier(errands).fetch(errand)
+      await courier_of(errands).fetch(errand)
     assert not await errands.deliver(Delivery('n', parts=((b's', b'a'),)))
     assert counts == {'direct_undelivered': 1, 'direct_late': 1}
 
@@ -238,7 +267,7 @@ def test_a_delivery_whose_connection_breaks_while_it_is_checked_is_not_lost(is_f
         raise Forged('not signed')
       return completion
 
-    fetching = asyncio.create_task(RequestCourier(errands).fetch(errand_of(add)))
+    fetching = asyncio.create_task(courier_of(errands).fetch(errand_of(add)))
     await asyncio.sleep(0)
     delivery = Delivery('n', parts=((b's', b'a'),))
     handler = asyncio.create_task(errands.deliver(delivery))

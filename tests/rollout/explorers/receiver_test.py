@@ -13,13 +13,15 @@ from jaxrl_llm.rollout.explorers import receiver, wire
 from jaxrl_llm.rollout.explorers.explorer import Evicted, Link, Rejected
 from jaxrl_llm.rollout.explorers.receiver import Receiver, Reply
 
-ANSWERED, STREAMED = wire.HELLO, wire.GENERATE
+ANSWERED, STREAMED, DELIVERED = wire.HELLO, wire.GENERATE, wire.DELIVER
 
 
 @contextlib.asynccontextmanager
-async def linked(answer=None, stream=None):
-  """Link to a receiver in the background loop. The functions answer its messages in this loop."""
-  application = Receiver({ANSWERED: answer}, {STREAMED: stream}).application
+async def linked(answer=None, stream=None, local=None):
+  """Link to a receiver in the background loop. `answer` and `stream` answer its messages in this
+  loop.
+  """
+  application = Receiver({ANSWERED: answer}, {STREAMED: stream}, local).application
   listener = listening(application, name='test', front=None, routes=())
   async with asyncio.timeout(30), background.messages().entered(listener) as (address, _):
     link = Link(address, key=None, ca_file=None, name='a')
@@ -60,6 +62,23 @@ def test_a_message_is_read_in_another_thread_and_answered_in_this_one(monkeypatc
   monkeypatch.setattr(receiver, 'parse_msgpack', parse)
   asyncio.run(check())
   assert reading == ['messages'] * 2 and answering == [(threading.get_ident(), 'a')] * 2
+
+
+def test_a_local_answer_is_given_in_the_receivers_thread():
+  answering = []
+
+  async def answer(sender, body):
+    answering.append(threading.current_thread().name)
+    return Reply([body['count'] + 1]) if body['count'] else Reply(status=410, error='no')
+
+  async def check():
+    async with linked(local={DELIVERED: answer}) as link:
+      assert await link.call(DELIVERED, count=2) == [3]
+      with pytest.raises(Rejected, match='no'):
+        await link.call(DELIVERED, count=0)
+
+  asyncio.run(check())
+  assert answering == ['messages'] * 2
 
 
 def test_both_kinds_of_messages_can_be_refused():

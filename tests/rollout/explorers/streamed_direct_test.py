@@ -40,7 +40,9 @@ class Hand:
   def __init__(self, **limits):
     self.counts = collections.Counter()
     self.errands = Errands(self.counts, **limits)
-    self.courier = RequestCourier(self.errands)
+    self.sent = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    self.courier = RequestCourier(self.errands, self.sent.put_nowait, loop)
     self.fetcher = Fetcher(None)
     self.begun = []
     self._works = []
@@ -62,7 +64,7 @@ class Hand:
     return self._works[-1]
 
   async def errand(self):
-    return await self.courier._frames.get()
+    return await self.sent.get()
 
   async def be_honest(self):
     """Runs all errands like an explorer."""
@@ -377,7 +379,7 @@ def test_an_explorer_keeps_only_as_many_places_as_it_may_have_tickets(tmp_path):
       others = [request(number, max_tokens=LONG, sampling=GREEDY) for number in (2, 3)]
       for asked in others:
         check(asked, (await ask(fleet, asked))[0])
-      assert fleet.replicas[0].in_flight == 2 and hand.courier._frames.empty()
+      assert fleet.replicas[0].in_flight == 2 and hand.sent.empty()
       stuck.cancel()
       await asyncio.gather(stuck, return_exceptions=True)
       assert fleet.replicas[0].in_flight == 0
