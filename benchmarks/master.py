@@ -9,7 +9,8 @@ at once, nothing is trained, and the trainer's logprobs are all -1. With `--befo
 an earlier commit does the same work in turn with this one, and its samples must be the same.
 Figures are CPU time, because other work may share the cores: of the thread of the event loop, of
 other threads (among them the loops that receive answers and messages of explorers, and the thread
-that stores groups), and of child processes. A callback is one call of the event loop.
+that stores groups), and of child processes. A callback is one call of the event loop. The number of
+callbacks does not depend on other work, except for those of timers, about eight per second.
 """
 
 import asyncio
@@ -134,14 +135,18 @@ class Parts:
     setattr(owner, name, timed)
 
 
-class Longest:
-  """The longest callback of the event loop, in CPU seconds of its thread."""
+class Callbacks:
+  """The callbacks of the event loop: their number, and the longest in CPU seconds of its thread."""
 
   def __init__(self):
-    self.seconds, self.name = 0.0, ''
-    run = asyncio.events.Handle._run
+    self.count, self.seconds, self.name = 0, 0.0, ''
+    run, loop_thread = asyncio.events.Handle._run, threading.get_ident()
 
     def timed(handle):
+      if threading.get_ident() != loop_thread:  # The callback is that of another event loop.
+        run(handle)
+        return
+      self.count += 1
       began = time.thread_time()
       run(handle)
       if (seconds := time.thread_time() - began) > self.seconds:
@@ -354,9 +359,10 @@ async def write(logs, batches, step: int) -> list:
 
 
 async def measure(sockets: list[str], folder: pathlib.Path) -> dict:
-  """Returns CPU seconds by thread, process and part, the longest callback, and a digest of all
-  samples."""
-  parts, longest, digest, samples = Parts(), Longest(), hashlib.blake2b(), []
+  """Returns CPU seconds by thread, process and part, the number of callbacks, the longest of them,
+  and a digest of all samples.
+  """
+  parts, callbacks, digest, samples = Parts(), Callbacks(), hashlib.blake2b(), []
   async with fleet_over(sockets, folder) as fleet:
     batches, logs, workflow = open_run(fleet, folder)
     async with started(workflow), batches.running():
@@ -365,11 +371,12 @@ async def measure(sockets: list[str], folder: pathlib.Path) -> dict:
         samples += await write(logs, batches, step)
         if step == 0:  # The first step imports and opens what is used.
           parts.seconds.clear()
-          longest.seconds = 0.0
+          callbacks.count, callbacks.seconds = 0, 0.0
           began = usage()
         if step < _STEPS.value:
           batches.advance(step + 1, step + 1)
       spent = {name: value - began[name] for name, value in usage().items()}
+      called = callbacks.count
   for sample in sorted(samples, key=lambda sample: sample.uid):
     for array in (sample.tokens, sample.behaviour_logprobs, sample.loss_mask):
       digest.update(array.tobytes())
@@ -379,7 +386,8 @@ async def measure(sockets: list[str], folder: pathlib.Path) -> dict:
     'other threads': {name: spent.pop(name) / count * 1e3 for name in _OTHERS},
     'threads': {name: seconds / count * 1e3 for name, seconds in spent.items()},
     'parts': {part: parts.seconds[part] / count * 1e3 for part in PARTS},
-    'longest': [longest.seconds * 1e3, longest.name],
+    'callbacks': called / count,
+    'longest': [callbacks.seconds * 1e3, callbacks.name],
     'digest': digest.hexdigest()[:16],
   }
 
@@ -447,6 +455,8 @@ def table(sides: dict[str, dict]) -> None:
     if kind == 'threads':
       totals = [sum(side[kind].values()) for side in sides.values()]
       print(f'| all together | {" | ".join(f"{total:.1f}" for total in totals)} |')
+  counts = [f'{side["callbacks"]:.1f}' for side in sides.values()]
+  print(f'| callbacks of the event loop | {" | ".join(counts)} |')
   longest = [f'{side["longest"][0]:.0f}' for side in sides.values()]
   print(f'| longest callback | {" | ".join(longest)} |')
   for name, side in sides.items():
@@ -466,9 +476,12 @@ def main(argv: list[str]) -> None:
     folder, *sockets = arguments
     print(_DONE + json.dumps(asyncio.run(measure(sockets, pathlib.Path(folder)))))
   else:
-    trees = {'before': (pathlib.Path(_BEFORE.value), 'none')} if _BEFORE.value else {}
+    trees = {}
     for how in _EXPLORERS.value:
-      trees['now' if how == 'none' else f'explorers: {how}'] = _ROOT, how
+      suffix = '' if how == 'none' else f', explorers: {how}'
+      if _BEFORE.value:
+        trees[f'before{suffix}'] = pathlib.Path(_BEFORE.value), how
+      trees[f'now{suffix}'] = _ROOT, how
     for _ in range(_ROUNDS.value):
       sides = {name: measured(tree.resolve(), how) for name, (tree, how) in trees.items()}
       table(sides)
