@@ -228,7 +228,7 @@ def main():
   )
   rows = {name: summary(beyond, cpu) for name, (_, beyond, cpu) in results.items()}
   server = rows['bare server']
-  rows['difference'] = {key: value - server[key] for key, value in rows['proxy'].items()}
+  rows['difference'] = {key: rows['proxy'][key] - server[key] for key in ('median', 'mean', 'cpu')}
   for name, row in rows.items():
     print(f'  {name:11}', ', '.join(f'{key} {value:.2f}' for key, value in row.items()))
 
