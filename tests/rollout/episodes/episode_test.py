@@ -5,6 +5,7 @@ import asyncio
 import exploring
 import numpy as np
 import pytest
+from paths import ROOT
 from scripted import GROUP, TASK, Scripted
 
 from jaxrl_llm.advantages.tokens import masked_gae, place_rewards
@@ -19,7 +20,7 @@ from jaxrl_llm.rollout.explorers import wire
 from jaxrl_llm.rollout.explorers.arrivals import read_verdict
 from jaxrl_llm.rollout.recording import Place
 from jaxrl_llm.rollout.workflow import SingleTurn
-from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
+from jaxrl_llm.tasks.tokenizer import Tokenizer, build_bpe_tokenizer, build_character_tokenizer
 
 
 @pytest.fixture(scope='module')
@@ -191,6 +192,59 @@ def test_a_template_that_treats_the_last_turn_otherwise_adds_only_what_was_obser
   sample = asyncio.run(play())
   read = reasoning.decode(sample.tokens[sample.role == Role.TOOL].tolist(), skip_special=False)
   assert read == f'{end}\n<|im_start|>{role}\ng<|im_end|>\n<|im_start|>assistant\n'
+
+
+SMOLLM2 = """\
+{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
+{{ '<|im_start|>system
+You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
+' }}{% endif %}{{'<|im_start|>' + message['role'] + '
+' + message['content'] + '<|im_end|>' + '
+'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
+' }}{% endif %}"""
+"""Chat template of SmolLM2-135M-Instruct (Apache-2.0), which adds a system message."""
+
+
+@pytest.fixture(
+  scope='module', params=['template', pytest.param('model', marks=pytest.mark.acceptance)]
+)
+def smollm2(request, tmp_path_factory):
+  """Tokenizer with SmolLM2's chat template: one of this test, or the model's."""
+  if request.param == 'template':
+    folder = tmp_path_factory.mktemp('smollm2')
+    (folder / 'chat.jinja').write_text(SMOLLM2)
+    built = build_bpe_tokenizer(['abc'], folder / 'tokenizer', vocab_size=300, template='chatml')
+    return built.with_template(folder / 'chat.jinja')
+  folder = ROOT / 'runs/models/smollm2'
+  if not folder.exists():
+    pytest.skip(f'{folder} is missing: docs/start/smollm2.md says how to prepare it')
+  tokenizer = Tokenizer.from_directory(folder)
+  assert tokenizer.template == SMOLLM2
+  return tokenizer
+
+
+@pytest.mark.parametrize('system', [[], [{'role': 'system', 'content': 'Be brief.'}]])
+def test_the_turns_of_a_conversation_are_those_of_smollm2s_template(smollm2, system):
+  # The third turn has a special token, which its message lacks, so the fourth extends the tokens
+  # without rendering the third again.
+  said = ['Fine, 12 + 3', 'ok$', 'a<|im_start|>b$', 'c$']
+  user, tool = ({'role': role, 'content': f'I am {role}.'} for role in ('user', 'tool'))
+  _, episode = begun(smollm2, *said, max_tokens=400)
+
+  async def play():
+    for observed in ([*system, user], [user], [tool], [tool]):
+      episode.observe(observed)
+      await episode.act()
+    return episode.end().sample
+
+  sample = asyncio.run(play())
+  messages = [*system]
+  for text, observed in zip(said, (user, user, tool, tool), strict=True):
+    messages += [observed, {'role': 'assistant', 'content': text.removesuffix('$')}]
+  whole = smollm2.render_chat(messages, add_generation_prompt=False).text.removesuffix('\n')
+  assert smollm2.decode(sample.tokens.tolist(), skip_special=False) == whole
+  assert sample.tokens.tolist() == smollm2.encode(whole)
+  assert whole.count('<|im_start|>system') == 1 and ('SmolLM' in whole) == (not system)
 
 
 def test_a_template_that_omits_earlier_turns_is_one_line(chat, tmp_path):

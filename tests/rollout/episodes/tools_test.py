@@ -1,6 +1,7 @@
 """Tools: schemas, calls in the policy's text, errors that the policy reads, episodes of calls."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -266,6 +267,28 @@ def test_a_program_runs_in_the_sandbox_and_the_policy_reads_what_it_prints_or_wh
     ('import sys\nsys.stdout.write("a" * 100_000)', f'{"a" * 1024}\nstopped at a limit: output'),
   ):
     assert asyncio.run(tool({'code': program})) == result
+
+
+def test_in_an_episode_the_policy_reads_what_its_programs_print_or_why_they_ended(ascii_tokenizer):
+  def turn(**arguments):
+    return f'<tool_call>{json.dumps({"name": "python", "arguments": arguments})}</tool_call>'
+
+  sample, text, verdict, *_ = played(
+    ascii_tokenizer,
+    f'{turn(code="print(6 * 7)")}$',
+    f'{turn(code="print(1); 1 / 0")}{turn(program="print(2)")}$',
+    'd$',
+    tools=['python'],
+    parser='hermes',
+    max_tokens=2000,
+  )
+  read = ascii_tokenizer.decode(sample.tokens[sample.role == Role.TOOL].tolist())
+  assert read == (
+    'python42\n'
+    'python1\n\nZeroDivisionError: division by zero'
+    "pythonerror: python: no argument 'program'; there are code"
+  )
+  assert text == 'd' and verdict.parts == {'tool_calls': 3.0, 'tool_failures': 1.0}
 
 
 def test_tools_of_a_process_share_their_sandboxes():
