@@ -299,9 +299,9 @@ def test_an_update_that_fails_is_lost_and_the_group_is_aborted(how, tmp_path):
 def test_a_cancelled_update_aborts_the_group(tmp_path):
   async def main():
     async with connected(tmp_path) as c:
-      c.server.receiver.stalls = True
+      c.libraries.faults['_query'] = 600  # The GPU is never done.
       sending = asyncio.create_task(c.transfer.send(c.client, c.trainer.publish(1), deadline_s=60))
-      await until(lambda: c.server.requests[UPDATE])
+      await until(lambda: c.libraries.calls[-1][0] == 'broadcast')
       sending.cancel()
       with pytest.raises(asyncio.CancelledError):
         await sending
