@@ -9,12 +9,14 @@ import job
 import ml_dtypes
 import pytest
 import warm
+import xxhash
 from paths import SUPPORT
 from safetensors.numpy import load_file
 from together import DEVICES, LORA, SPEC, adapters_of, described, params_of
 
 from jaxrl_llm.core.trees import flatten
 from jaxrl_llm.core.types import Version
+from jaxrl_llm.models.api import stack_layers
 from jaxrl_llm.rollout.vllm.adapter_folder import AdapterFolder
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder
@@ -120,6 +122,25 @@ def test_base_weights_are_published_together_and_adapters_by_process_0(done, tmp
     del wanted['base']['files']
     assert made == wanted, step
   assert step == 1
+
+
+def test_each_process_hashes_a_share_of_the_base_weights(done):
+  """The digest is that of one process, in the form that commits have had from the beginning."""
+  whole, digests = flatten(stack_layers(params_of(0))), xxhash.xxh3_128()
+  for name, array in sorted(whole.items()):
+    of_array = xxhash.xxh3_128_hexdigest(array.tobytes())
+    digests.update(f'{name} {array.dtype} {array.shape} {of_array}\n'.encode())
+  first, second = (lines['digest'] for lines in done.lines)
+  assert first['digest'] == second['digest'] == digests.hexdigest()
+  names = flatten(params_of(0)).keys()
+  assert not set(first['copied']) & set(second['copied'])
+  assert set(first['copied']) | set(second['copied']) == names
+  sizes = [sum(array_bytes(name) for name in set(line['copied'])) for line in (first, second)]
+  assert max(sizes) < 0.6 * sum(sizes)
+
+
+def array_bytes(name):
+  return flatten(params_of(0))[name].nbytes
 
 
 def test_process_0_exports_adapters_as_they_are_trained(done, tmp_path):

@@ -5,7 +5,7 @@
 `FOLDER` has the publications in `whole`, `deltas`, `compared` (on the devices) and `lora`, and a
 directory for each export; `killed` is the last, which process 1 does not survive. Prints one line
 of JSON for each: the publications as process 0 describes them, what the export returned, or its
-error.
+error. `digest` is the line of the digest of base weights.
 """
 
 import asyncio
@@ -15,11 +15,13 @@ import os
 import pathlib
 import signal
 import sys
+from typing import ClassVar
 
 import jax
 import numpy as np
 from parameters import random_params
 
+from jaxrl_llm.app.composition import state
 from jaxrl_llm.app.composition.exporting import ModelExport, export_alone, export_together
 from jaxrl_llm.config.values import to_json
 from jaxrl_llm.core.errors import RunError
@@ -129,6 +131,17 @@ class Deadly(Gatherer):
       yield leaf
 
 
+class Recording(Gatherer):
+  """Records the names of the parameters that are copied to this process's host."""
+
+  copied: ClassVar[list[str]] = []
+
+  def leaves(self, params, names=None):
+    for name, array in super().leaves(params, names):
+      self.copied.append(name)
+      yield name, array
+
+
 async def main(folder, number):
   mesh = build_mesh(MeshConfig(fsdp=jax.process_count(), tensor=DEVICES))
   device = DeviceThread()
@@ -218,6 +231,10 @@ async def main(folder, number):
   compared = functools.partial(DeltaFolder, folder / 'compared', full_every=3, **layout)
   await publish('compared', compared, on_devices=True)
   await publish('adapters', lambda: AdapterFolder(folder / 'lora', lora=LORA, **layout), ADAPTED)
+  state.Gatherer = Recording
+  digest = await device.run(state.base_digest, params, mesh)
+  line = {'name': 'digest', 'digest': digest, 'copied': Recording.copied}
+  print(json.dumps(line), flush=True)
   await export_adapters('adapter')
   await export_adapters('failing adapter')
   await export('seen')

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 from absl import logging
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.initial_weights import checkpoint_directory, model_directory
@@ -378,20 +379,48 @@ def committed_state(setup: Setup, step: int) -> tuple[LoopState, str | None]:
 
 def base_digest(base: Params, mesh: Mesh) -> str:
   """Returns a digest of the names and values of the base parameters. Every process must call this
-  function.
+  function. Each copies to its host, and hashes, only a share of the arrays.
   """
-  whole = flatten(base)
-  hashers = {name: xxhash.xxh3_128() for name in sorted(whole)}
-  for name, array in Gatherer(mesh).leaves(base):
+  whole, gatherer = flatten(base), Gatherer(mesh)
+  names = sorted(whole)
+
+  def array_of(unrolled: str) -> str:
+    return unrolled if unrolled in whole else stacked_name(unrolled)
+
+  hashers = {name: xxhash.xxh3_128() for name in _share(whole)}
+  tensors = {tensor.name for tensor, _ in gatherer.tensors(base)}
+  ours = {name for name in tensors if array_of(name) in hashers}
+  for name, array in gatherer.leaves(base, ours):
     # The layers of a stack arrive one at a time, in order. Together, their bytes equal the bytes of
     # the stack.
-    hasher = hashers[name if name in whole else stacked_name(name)]
-    hasher.update(memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
-  digests = xxhash.xxh3_128()
+    rows = np.ascontiguousarray(array).reshape(-1)
+    hashers[array_of(name)].update(memoryview(rows.view(np.uint8)))
+  hashes = np.zeros((len(names), xxhash.xxh3_128().digest_size), np.uint8)
   for name, hasher in hashers.items():
-    line = f'{name} {whole[name].dtype} {whole[name].shape} {hasher.hexdigest()}\n'
+    hashes[names.index(name)] = np.frombuffer(hasher.digest(), np.uint8)
+  if jax.process_count() > 1:
+    # Each row is 0 in all processes but one.
+    # Wait 'device': bounded by the deadline of the device thread.
+    everywhere = multihost_utils.process_allgather(hashes)
+    hashes = np.bitwise_or.reduce(everywhere)
+  digests = xxhash.xxh3_128()
+  for name, row in zip(names, hashes, strict=True):
+    line = f'{name} {whole[name].dtype} {whole[name].shape} {row.tobytes().hex()}\n'
     digests.update(line.encode())
   return digests.hexdigest()
+
+
+def _share(whole: Mapping[str, jax.Array]) -> set[str]:
+  """Returns the names of the arrays that this process hashes. All processes have shares of similar
+  sizes in bytes.
+  """
+  sizes = [0] * jax.process_count()
+  shares: list[set[str]] = [set() for _ in sizes]
+  for name in sorted(whole, key=lambda name: (-whole[name].nbytes, name)):
+    least = sizes.index(min(sizes))
+    sizes[least] += whole[name].nbytes
+    shares[least].add(name)
+  return shares[jax.process_index()]
 
 
 def check_base(digest: str | None, committed: Mapping[str, Any], config: Config) -> None:
