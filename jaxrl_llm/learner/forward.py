@@ -19,6 +19,7 @@ from jaxrl_llm.models.api import Model
 from jaxrl_llm.ops.logprobs import (
   KernelShardings,
   StateValues,
+  TimeOrder,
   plan_token_chunk,
   sequence_scores,
   state_values,
@@ -27,6 +28,7 @@ from jaxrl_llm.ops.logprobs import (
 )
 from jaxrl_llm.ops.reduce import by_segment
 from jaxrl_llm.parallel import rules
+from jaxrl_llm.parallel.balance import in_balanced_order, in_natural_order
 from jaxrl_llm.parallel.mesh import data_parallel_ranks
 
 
@@ -41,14 +43,21 @@ def chunk_outputs(
     planned: number of chunks for which `token_chunk` was planned, if `chunks` may have fewer. With
       fewer, logits are computed for more positions of each at a time, in the same memory.
   """
-  hidden, kernel = _states(model, params, chunks)
   if model.spec.head == 'value':
-    return token_values(hidden, kernel, chunks.segment_ids)
+    return token_values(*_states(model, params, chunks), chunks.segment_ids)
   if model.spec.head == 'scalar':
-    return sequence_scores(hidden, kernel, chunks.segment_ids, segments=chunks.segments)
+    states = _states(model, params, chunks)
+    return sequence_scores(*states, chunks.segment_ids, segments=chunks.segments)
+  # The hidden states of balanced shards stay on their devices: tokens and results, which are much
+  # smaller, are permuted instead. On GPUs, a permutation of the hidden states would also keep the
+  # gather of the head from running beside the last layer's products, because the compiler lets only
+  # one collective run at a time.
+  rows, time = chunks.tokens.shape
+  order = _order(model, time)
+  options = {} if order is None else {'in_natural_order': False}
+  hidden, kernel = _states(model, params, chunks, **options)
   temperature = by_segment(chunks.temperature, chunks.segment_ids)
   sharded = _sharded(model, chunks, kernel)
-  rows, time = chunks.tokens.shape
   if planned is not None and rows < planned:
     shards = sharded.get('time_shards', 1)
     token_chunk = plan_token_chunk(
@@ -66,18 +75,40 @@ def chunk_outputs(
     temperature,
     chunks.reported,
     token_chunk=token_chunk,
+    order=order,
     **sharded,
   )
 
 
 def _states(
-  model: Model, params: Params, chunks: Chunks
+  model: Model, params: Params, chunks: Chunks, **options: bool
 ) -> tuple[Float[Array, 'chunks time embed'], Float[Array, 'out embed']]:
-  """Returns the hidden states and the kernel of the output head."""
-  hidden = model.apply(
-    params, chunks.tokens, chunks.positions, chunks.segment_ids, chunks.seen_until
-  )
+  """Returns the hidden states and the kernel of the output head. `options` are those of
+  `Model.apply`.
+  """
+  places = chunks.positions, chunks.segment_ids, chunks.seen_until
+  hidden = model.apply(params, chunks.tokens, *places, **options)
   return hidden, model.head_kernel(params)
+
+
+def _order(model: Model, time: int) -> TimeOrder | None:
+  """Returns the order of hidden states if the shards of rows of `time` tokens are balanced; None if
+  it is the natural order.
+  """
+  shards = model.balanced_shards(time)
+  if shards == 1:
+    return None
+
+  def on_whole_rows(permute):
+    # Each device has all tokens of its rows, and needs all results. Without the second constraint,
+    # the compiler cuts the rows in between, and exchanges pieces once more.
+    def permuted(x):
+      x = permute(rules.constrain(x, model.mesh, 'batch', None), shards)
+      return rules.constrain(x, model.mesh, 'batch', None)
+
+    return permuted
+
+  return TimeOrder(on_whole_rows(in_balanced_order), on_whole_rows(in_natural_order))
 
 
 def _sharded(model: Model, chunks: Chunks, kernel: Float[Array, 'vocab embed']) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jaxrl_llm.models import cache as kv_cache
 from jaxrl_llm.models import heads, lora
 from jaxrl_llm.models.attention import chosen
 from jaxrl_llm.models.cache import Cache
-from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.decoder import Decoder, balanced_shards
 from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 from jaxrl_llm.ops.places import Places
 
@@ -50,11 +50,11 @@ class Model(NamedTuple):
   init: random key -> parameters. Kernels and heads are drawn from a normal distribution with
     standard deviation initializer_range; norms are 1 and biases 0. A key gives the same numbers
     whether or not layers are scanned, and with or without adapters.
-  apply: (params, tokens, positions, segment_ids, seen_until=None) -> hidden states after the final
-    norm, in the compute dtype. Attention is causal and stays within tokens of equal segment id; id
-    0 is padding. Positions restart at 0 in each segment. With `seen_until`, segments share
-    prefixes, see `ops.places.Places`. If `params` have no adapters, `apply` computes the base
-    model.
+  apply: (params, tokens, positions, segment_ids, seen_until=None, in_natural_order=True) -> hidden
+    states after the final norm, in the compute dtype. Attention is causal and stays within tokens
+    of equal segment id; id 0 is padding. Positions restart at 0 in each segment. With `seen_until`,
+    segments share prefixes, see `ops.places.Places`. If `params` have no adapters, `apply` computes
+    the base model. `in_natural_order` is an argument only of models with `balanced_shards`.
   head_kernel: params -> `[out, embed]`. Logits (or values) are hidden · kernelᵀ.
   init_cache: (batch, length) -> an empty KV cache.
   decode: (params, tokens, positions, cache) -> (hidden states, cache). Writes each token's key and
@@ -74,6 +74,11 @@ class Model(NamedTuple):
   mesh: Mesh | None = None
   """Mesh over which `apply` and `decode` shard activations. If None, the compiler derives shardings
   from the arguments.
+  """
+  balanced_shards: Callable[[int], int] = lambda time: 1
+  """Function of the number of tokens of a row. Returns the number of shards of the time axis if
+  they are balanced, and otherwise 1. If they are, `apply` with `in_natural_order=False` returns
+  hidden states in balanced order (`parallel.balance`), and exchanges none of them between devices.
   """
 
   def shapes(self) -> Params:
@@ -97,9 +102,11 @@ def build_model(
     positions: Int[Array, 'batch time'],
     segment_ids: Int[Array, 'batch time'],
     seen_until: Int[Array, 'batch time'] | None = None,
+    *,
+    in_natural_order: bool = True,
   ) -> Float[Array, 'batch time embed']:
     places = Places(segment_ids, positions, seen_until)
-    hidden, _ = decoder.apply({'params': params}, tokens, places)
+    hidden, _ = decoder.apply({'params': params}, tokens, places, in_natural_order=in_natural_order)
     return hidden
 
   def decode(
@@ -125,6 +132,7 @@ def build_model(
     decode=decode,
     axes=lambda: _axes(_shapes_of(init), scanned=options.scan_layers),
     mesh=mesh,
+    balanced_shards=functools.partial(balanced_shards, options, mesh),
   )
 
 

@@ -27,6 +27,16 @@ from jaxrl_llm.parallel.balance import exchanged, in_balanced_order
 from jaxrl_llm.parallel.mesh import SEQUENCE
 
 
+def balanced_shards(options: ModelOptions, mesh: Mesh | None, time: int) -> int:
+  """Returns the number of shards of the time axis if the layers see rows of `time` tokens in
+  balanced order (`parallel.balance`), and otherwise 1.
+  """
+  if mesh is None or mesh.shape[SEQUENCE] == 1:
+    return 1
+  choice = chosen(options, mesh, time=time, keys=time, same_tokens=True)
+  return mesh.shape[SEQUENCE] if choice.is_balanced else 1
+
+
 class Table(nn.Module):
   """A kernel used as a lookup table (embedding) or as a factor of hidden states (head)."""
 
@@ -113,7 +123,16 @@ class Decoder(nn.Module):
     tokens: Int[Array, 'batch time'],
     places: Places,
     cache: Cache | None = None,
+    *,
+    in_natural_order: bool = True,
   ) -> tuple[Float[Array, 'batch time embed'], Cache | None]:
+    """Returns the hidden states and the updated cache.
+
+    Args:
+      in_natural_order: whether hidden states are in the order of `tokens`. If False, and the shards
+        of the time axis are balanced (`balanced_shards`), they are in balanced order, and none are
+        exchanged between devices.
+    """
     spec, options = self.spec, self.options
     dtype, param_dtype = jnp.dtype(options.dtype), jnp.dtype(options.param_dtype)
     table = functools.partial(
@@ -125,18 +144,11 @@ class Decoder(nn.Module):
     # Flatten the tokens of all rows into one dimension unless the time axis is sharded over
     # devices.
     flat = self.mesh is None or self.mesh.shape[SEQUENCE] == 1
-    time = tokens.shape[-1]
-    balanced = (
-      not flat
-      and cache is None
-      and chosen(options, self.mesh, time=time, keys=time, same_tokens=True).is_balanced
-    )
-    if balanced:
+    shards = 1 if cache is not None else balanced_shards(options, self.mesh, tokens.shape[-1])
+    if shards > 1:
       # Everything that depends on neighbouring tokens is computed before or after the decoder, in
       # the natural order.
-      tokens, places = jax.tree.map(
-        lambda x: in_balanced_order(x, self.mesh.shape[SEQUENCE]), (tokens, places)
-      )
+      tokens, places = jax.tree.map(lambda x: in_balanced_order(x, shards), (tokens, places))
     context = Context(rotation(places.positions, frequencies, dtype=dtype), places)
     x = table(spec.vocab_size, name='embed')()[tokens.reshape(-1) if flat else tokens].astype(dtype)
     x = cut(x, self.mesh)
@@ -147,6 +159,6 @@ class Decoder(nn.Module):
       # This call only creates the head's parameter in `init`. Callers multiply hidden states by
       # this parameter themselves.
       table(head_size(spec), name='head')()
-    if balanced:
+    if shards > 1 and in_natural_order:
       x = exchanged(cut(x, self.mesh), self.mesh)
     return x.reshape(*tokens.shape, spec.hidden_size), cache

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrl_llm.ops.reduce import segment_sums
 
@@ -49,6 +50,15 @@ class SequenceScores(NamedTuple):
   """One score per segment, computed at the segment's last token; 0 for absent segments."""
 
   scores: Float[Array, 'chunks segments']
+
+
+class TimeOrder(NamedTuple):
+  """Order of the time axis of hidden states that differs from that of the tokens."""
+
+  applied: Callable[[Shaped[Array, 'chunks time']], Shaped[Array, 'chunks time']]
+  """Permutes rows from the order of the tokens to this order."""
+  undone: Callable[[Shaped[Array, 'chunks time']], Shaped[Array, 'chunks time']]
+  """Inverse of `applied`."""
 
 
 class KernelShardings(NamedTuple):
@@ -92,6 +102,7 @@ def token_logprobs(
   time_shards: int = 1,
   row_shards: int = 1,
   shardings: KernelShardings | None = None,
+  order: TimeOrder | None = None,
 ) -> TokenLogprobs:
   """Computes the logprobs of the tokens under softmax(hidden @ kernel.T / temperature), and the
   entropy of this distribution.
@@ -126,13 +137,16 @@ def token_logprobs(
     shardings: shardings of the kernel on a mesh; None without a mesh. Devices gather the kernel
       after its conversion to the dtype of `hidden`, and each receives only its shard of the
       gradient.
+    order: order of the time axis of `hidden`; None if it is that of the tokens. All other arguments
+      and the results are in the order of the tokens.
   """
   rows, time = tokens.shape
+  arranged, natural = order or (lambda x: x, lambda x: x)
   _check_shards(rows, time, token_chunk, time_shards, row_shards)
   parts = _Parts(rows, time, row_shards, time_shards)
 
   def following(x):
-    return parts.split(jnp.roll(x, -1, axis=1))
+    return parts.split(arranged(jnp.roll(x, -1, axis=1)))
 
   states, targets, scale = parts.split(hidden), following(tokens), following(temperature)
   chunks, positions = time // token_chunk, token_chunk // time_shards * (rows // row_shards)
@@ -141,7 +155,7 @@ def token_logprobs(
     results = _head(split, states, kernel, targets, scale, jnp.int32(chunks))
   else:
     results = _wanted_first(split, states, kernel, targets, scale, following(wanted))
-  aligned = (_delayed(parts.join(x), segment_ids) for x in results)
+  aligned = (_delayed(natural(parts.join(x)), segment_ids) for x in results)
   return TokenLogprobs(*(x if wanted is None else jnp.where(wanted, x, 0.0) for x in aligned))
 
 

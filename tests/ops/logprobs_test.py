@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxrl_llm.ops import logprobs as module
 from jaxrl_llm.ops.logprobs import (
   KernelShardings,
+  TimeOrder,
   plan_token_chunk,
   sequence_scores,
   state_values,
@@ -79,6 +80,18 @@ def plain(hidden, kernel, tokens, segment_ids, temperature):
     return jnp.pad(jnp.where(continues, x, 0), ((0, 0), (1, 0)))
 
   return first(chosen), first(-(jnp.exp(logp) * logp).sum(-1))
+
+
+@pytest.mark.parametrize('cut', CUTS, ids=str)
+def test_hidden_states_may_have_another_order_than_tokens(batch, cut):
+  permutation = np.random.default_rng(2).permutation(TIME)
+  order = TimeOrder(lambda x: x[:, permutation], lambda x: x[:, np.argsort(permutation)])
+  permuted = batch | {'hidden': batch['hidden'][:, permutation]}
+  wanted = np.random.default_rng(3).random((ROWS, TIME)) < 0.5
+  for asked, mask in ((None, 1), (jnp.asarray(wanted), wanted)):
+    found = token_logprobs(**permuted, wanted=asked, order=order, **cut)
+    for x, expected in zip(found, naive(batch), strict=True):
+      np.testing.assert_allclose(x, mask * expected, atol=5e-6)
 
 
 @pytest.mark.parametrize('cut', CUTS, ids=str)
