@@ -247,22 +247,26 @@ class _Split(NamedTuple):
     tpu = summed if vocab_is_sharded else in_blocks
     return jax.lax.platform_dependent(parts, tpu=tpu, default=summed)
 
-  def summed_first(self, d_hidden, d_kernel):
-    """Returns both gradients. On TPUs, the kernel's gradient is summed over the devices before the
-    gradient of the hidden states is used.
+  def summed_first(self, d_hidden, d_kernel, *, once: bool):
+    """Returns both gradients. On TPUs, and on GPUs if all tokens are computed at `once`, the
+    kernel's gradient is summed over the devices before the gradient of the hidden states is used.
 
     Otherwise, the TPU compiler sums the kernel's gradient only after the backward pass of all
     layers. Until then, each device keeps the sum over its tokens, which has the size of the whole
-    kernel.
+    kernel. The GPU compiler even computes a single chunk's product only then, and no other product
+    is left beside which the sum over the devices could run.
     """
     if self.shardings is None:
       return d_hidden, d_kernel
-    return jax.lax.platform_dependent(
-      d_hidden,
-      d_kernel,
-      tpu=lambda *gradients: jax.lax.optimization_barrier(gradients),
-      default=lambda *gradients: gradients,
-    )
+
+    def first(*gradients):
+      return jax.lax.optimization_barrier(gradients)
+
+    def unordered(*gradients):
+      return gradients
+
+    cuda = first if once else unordered
+    return jax.lax.platform_dependent(d_hidden, d_kernel, tpu=first, cuda=cuda, default=unordered)
 
 
 _sharded = jax.lax.with_sharding_constraint
@@ -451,7 +455,7 @@ def _head_backward(split, kept, cotangents):
   once = positions == targets.shape[-1]
   d_hidden, d_kernel = _repeat(used, chunk, (jnp.zeros_like(hidden), start), once=once)
   d_kernel = split.summed(d_kernel).T.astype(like.dtype)
-  return *split.summed_first(d_hidden, d_kernel), None, None, None
+  return *split.summed_first(d_hidden, d_kernel, once=once), None, None, None
 
 
 _head.defvjp(_head_forward, _head_backward)
