@@ -31,6 +31,9 @@ SIZES = {
   '7b': dict(hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
              num_attention_heads=28, num_key_value_heads=4, head_dim=128, vocab_size=152_064,
              tie_word_embeddings=False),
+  '32b': dict(hidden_size=5120, intermediate_size=27_648, num_hidden_layers=64,
+              num_attention_heads=40, num_key_value_heads=8, head_dim=128, vocab_size=152_064,
+              tie_word_embeddings=False),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxrl_llm.models.heads import head_size
-from jaxrl_llm.models.spec import ModelSpec
+from jaxrl_llm.models.spec import ModelOptions, ModelSpec
 
 
 def matmul_params(spec: ModelSpec) -> int:
@@ -54,3 +54,29 @@ def model_flops(
   attention = 4 * spec.num_hidden_layers * spec.num_attention_heads * spec.head_dim * pairs
   passes = 1 if not backward else 2 if frozen else 3
   return passes * (2 * matmul_params(spec) * tokens + attention)
+
+
+def recomputed_flops(
+  spec: ModelSpec, options: ModelOptions, tokens: int, *, pairs: int, once: bool
+) -> int:
+  """Returns the number of operations that the backward pass of a training step computes again.
+
+  Args:
+    options: options of the model. `options.remat` determines what is recomputed of the layers.
+    tokens: as in `model_flops`.
+    pairs: as in `model_flops`.
+    once: whether logits are computed for all tokens at once. Otherwise, the backward pass
+      recomputes the logits.
+  """
+
+  def forward(pairs: int) -> int:
+    return model_flops(spec, tokens, pairs=pairs, backward=False)
+
+  head = 2 * head_size(spec) * spec.hidden_size * tokens
+  layers = {
+    'none': 0,
+    'dots': forward(pairs) - forward(0),  # Only the matrix products of attention.
+    'full': forward(pairs) - head,
+    'offload': forward(pairs) - head,
+  }[options.remat]
+  return layers if once else layers + head

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm.models.api import build_model, count_params
 from jaxrl_llm.models.families import tiny
-from jaxrl_llm.models.flops import causal_pairs, matmul_params, model_flops
+from jaxrl_llm.models.flops import causal_pairs, matmul_params, model_flops, recomputed_flops
 from jaxrl_llm.models.heads import with_head
 from jaxrl_llm.models.spec import ModelOptions
 
@@ -38,6 +38,17 @@ def test_hand_worked_operations():
   assert pairs == 9
   assert model_flops(SPEC, 5, pairs=pairs, backward=False) == 5680 + 1152
   assert model_flops(SPEC, 5, pairs=pairs) == 3 * (5680 + 1152)
+
+
+@pytest.mark.parametrize(
+  ('remat', 'layers'),
+  [('none', 0), ('dots', 1152), ('full', 5280 + 1152), ('offload', 5280 + 1152)],
+)
+def test_hand_worked_recomputation(remat, layers):
+  # The same rows. The head has 2 · 40 · 5 = 400 of the 5680 operations.
+  options = ModelOptions(remat=remat)
+  for once, head in ((True, 0), (False, 400)):
+    assert recomputed_flops(SPEC, options, 5, pairs=9, once=once) == layers + head
 
 
 def test_parameters_are_those_of_the_model_but_for_norms_and_biases():

@@ -15,15 +15,12 @@ from jax.sharding import Mesh
 from rich.console import Group
 from rich.table import Table
 
+from jaxrl_llm.app.dry_run.expected import expected_seconds
 from jaxrl_llm.app.dry_run.programs import Held, Program
 from jaxrl_llm.core.types import Json
 from jaxrl_llm.parallel.collectives import overlapped_share, traffic
 from jaxrl_llm.parallel.topology import CHIPS
 
-UTILISATION = 0.4
-"""Share of the chip's peak FLOP/s that is assumed for the expected time. A well-tuned step reaches
-this share.
-"""
 _UNITS = {'K': 1 << 10, 'M': 1 << 20, 'G': 1 << 30, 'T': 1 << 40}
 """Units of the figures in the TPU compiler's error messages, in bytes."""
 _TOO_MUCH = re.compile(r'Used ([\d.]+\w) of ([\d.]+\w) hbm. Exceeded[^.]* by ([\d.]+\w)')
@@ -77,9 +74,9 @@ class Compilation:
   flops: int = 0
   """Model FLOPs of a full micro-batch over all devices; 0 if unknown."""
   expected_s: float | None = None
-  """Expected seconds for a full micro-batch at `UTILISATION` of the chip's peak; None if
-  unknown.
-  """
+  """Expected seconds for a full micro-batch (`expected.expected_seconds`); None if unknown."""
+  utilisation: float | None = None
+  """Expected share of the chip's peak FLOP/s (MFU): `flops` in `expected_s`; None if unknown."""
   compile_s: float = 0.0
 
   @property
@@ -102,7 +99,7 @@ class Compilation:
       line += f', {self.overlapped:.0%} of the bytes beside matrix products'
     if self.expected_s is not None:
       line += f'; {self.flops / 1e12:,.2f} TFLOP per full micro-batch, '
-      line += f'{self.expected_s:,.3f} s at {UTILISATION:.0%} of peak'
+      line += f'expected in {self.expected_s:,.3f} s, {self.utilisation:.0%} of peak'
     line += f'; compiled in {self.compile_s:.0f} s'
     return f'does not fit, {self.refusal}: {line}' if self.refusal else line
 
@@ -126,7 +123,7 @@ def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilati
   took = time.perf_counter() - began
   memory = compiled.memory_analysis()
   needed, temporaries = used_memory(memory, mesh.devices.flat[0].platform)
-  sent, expected, overlapped = '', None, None
+  sent, expected, overlapped, utilisation = '', None, None, None
   if chip:
     found = traffic(compiled.as_text())
     kinds = [
@@ -136,8 +133,9 @@ def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilati
     sent = ', '.join(kinds) or 'none'
     overlapped = overlapped_share(found) if found else None
     if program.flops:
-      peak = CHIPS[chip].peak_flops * mesh.devices.size * UTILISATION
-      expected = program.flops / peak
+      operations = program.flops + program.recomputed
+      expected = expected_seconds(operations, found, mesh, CHIPS[chip])
+      utilisation = program.flops / (CHIPS[chip].peak_flops * mesh.devices.size * expected)
   excess = needed - limit if limit is not None else 0
   return Compilation(
     refusal=f'by {excess / 1e6:,.1f} MB' if excess > 0 else '',
@@ -150,6 +148,7 @@ def compile_program(program: Program, mesh: Mesh, chip: str | None) -> Compilati
     overlapped=overlapped,
     flops=program.flops,
     expected_s=expected,
+    utilisation=utilisation,
     compile_s=took,
   )
 

@@ -14,16 +14,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.app.composition.automatic import parameters
-from jaxrl_llm.app.dry_run.compiled import UTILISATION
+from jaxrl_llm.app.dry_run.expected import link_rate
 from jaxrl_llm.master.trainer import Stage
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.models.flops import causal_pairs, model_flops
+from jaxrl_llm.models.flops import causal_pairs, model_flops, recomputed_flops
 from jaxrl_llm.models.heads import head_size
 from jaxrl_llm.parallel.mesh import DATA, TENSOR
 from jaxrl_llm.parallel.topology import CHIPS, Chip, chip_of
 
-NETWORK_BYTES_PER_S = 50e9
-"""Bytes per second that a GPU receives from GPUs of other hosts: 400 Gb/s InfiniBand per GPU."""
+UTILISATION = 0.4
+"""Share of the chip's peak FLOP/s that is assumed. A well-tuned step reaches this share."""
 _UNKNOWN = Chip('cuda', 0, 1e12, 100e9, 10e9, 10e9)
 """Rates of a device that `CHIPS` does not list, such as a CPU. Only their ratios matter."""
 
@@ -56,9 +56,7 @@ def update_cost(stages: Sequence[Stage], model: Model, mesh: Mesh, chip: str | N
   """
   device = mesh.devices.flat[0]
   rates = CHIPS[chip] if chip else chip_of(device.device_kind) or _UNKNOWN
-  hosts = len({device.process_index for device in mesh.devices.flat})
-  if rates.platform == 'cuda' and hosts > 1:
-    rates = rates._replace(link_bytes_per_s=NETWORK_BYTES_PER_S)
+  rates = rates._replace(link_bytes_per_s=link_rate(mesh, rates))
   counts = [max(1, stage.updates) for stage in stages]
   costs = np.array([_cost(stage, model, mesh, rates) for stage in stages])
   return Cost(*np.average(costs, axis=0, weights=counts).tolist())
@@ -68,19 +66,8 @@ def _cost(stage: Stage, model: Model, mesh: Mesh, rates: Chip) -> Cost:
   spec, options, shape = model.spec, model.options, stage.shape
   devices, tokens = mesh.devices.size, shape.total_chunks * shape.chunk_len
   pairs = causal_pairs([shape.chunk_len] * shape.total_chunks)
-
-  def forward(pairs: int) -> int:
-    return model_flops(spec, tokens, pairs=pairs, backward=False)
-
-  head = 2 * head_size(spec) * spec.hidden_size * tokens
-  recomputed = {
-    'none': 0,
-    'dots': forward(pairs) - forward(0),  # Recomputes only the matrix products of attention.
-    'full': forward(pairs) - head,
-    'offload': forward(pairs) - head,
-  }[options.remat]
-  if stage.token_chunk < shape.chunk_len:
-    recomputed += head
+  once = stage.token_chunk == shape.chunk_len
+  recomputed = recomputed_flops(spec, options, tokens, pairs=pairs, once=once)
   operations = model_flops(spec, tokens, pairs=pairs) + recomputed
   itemsize = np.dtype('float32').itemsize if options.dtype == 'float32' else 2
   # A device gathers each weight twice, forward and backward, in the compute dtype, and passes on

@@ -26,7 +26,7 @@ from jaxrl_llm.master.phases import PUBLISHED_BITS, REWARD_MODEL
 from jaxrl_llm.master.trainer import Optimization, Stage, value_pass
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.api import Model
-from jaxrl_llm.models.flops import causal_pairs, model_flops
+from jaxrl_llm.models.flops import causal_pairs, model_flops, recomputed_flops
 from jaxrl_llm.parallel.memory import is_on_host
 from jaxrl_llm.parallel.rules import sharding_of_batch
 
@@ -38,6 +38,8 @@ class Program(NamedTuple):
   """Model FLOPs over all devices for a micro-batch in which each packed chunk is one sequence; 0 if
   unknown.
   """
+  recomputed: int = 0
+  """FLOPs over all devices that the backward pass of such a micro-batch computes again."""
 
 
 class Held(NamedTuple):
@@ -91,7 +93,14 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
     algorithm.update_constants,
     stage.on_policy,
   )
-  yield Program('update', policy_update, flops(model, True))
+  recomputed = recomputed_flops(
+    model.spec,
+    model.options,
+    tokens,
+    pairs=pairs,
+    once=stage.token_chunk == shape.chunk_len,
+  )
+  yield Program('update', policy_update, flops(model, True), recomputed)
   if algorithm.reads & {'proximal', 'reference'}:
     built = build_score(model, mesh, **stage.program_options)
     yield Program(
@@ -103,7 +112,8 @@ def stage_programs(stage: Stage, model: Model, critic: Model, mesh: Mesh) -> Ite
     critic_update = update(
       critic, algorithm.critic_loss, stage.critic, stage.critic_updates, algorithm.constants
     )
-    yield Program('critic update', critic_update, flops(critic, True))
+    recomputed = recomputed_flops(critic.spec, critic.options, tokens, pairs=pairs, once=True)
+    yield Program('critic update', critic_update, flops(critic, True), recomputed)
     built = value_pass(stage, critic, mesh)
     yield Program(
       'values',
