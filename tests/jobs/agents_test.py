@@ -99,6 +99,7 @@ def test_an_agent_on_a_client_of_others_is_trained(tmp_path, command):
   run = tmp_path / 'run'
   learn(
     run,
+    'calculator',
     workflow(*command, reward='agent', turn_tokens=7),
     '--config.stages.sft.steps=40',
     '--config.stages.grpo.steps=2',
@@ -119,8 +120,10 @@ def test_an_agent_on_a_client_of_others_is_trained(tmp_path, command):
 def test_an_agent_learns_the_calculator(tmp_path):
   start, end = learn(
     tmp_path / 'run',
+    'calculator',
     workflow(sys.executable, '-S', AGENTS / 'plain.py', reward='agent', turn_tokens=7),
+    '--config.stages.grpo.steps=30',
     '--config.stages.grpo.source.groups_per_batch=8',
     '--config.evaluation.held_out.tasks=32',
   )
-  assert end >= 1.5 * start
+  assert start <= 0.6 and end >= 0.75
