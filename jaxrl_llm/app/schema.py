@@ -610,6 +610,15 @@ class Config:
             f'{where}.bound 0 and rollout.vllm.discover, with which servers join and leave; wanted '
             "rollout.vllm.addresses, the run's own servers, or a bound above 0"
           )
+        elif (
+          not source.bound
+          and rollout.engine == 'vllm'
+          and (least := rollout.vllm.least_length) is not None
+        ):
+          reason = (
+            f'{where}.bound 0 and servers for sequences of {least} tokens (rollout.vllm.lengths or '
+            'min_length); wanted none, or a bound above 0'
+          )
         elif source.past is not None:
           reason = f'{where}.past; remove it'
         elif (limits := [tokens for _, tokens in source.response_lengths]) != sorted(limits):

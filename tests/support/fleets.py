@@ -154,10 +154,10 @@ class Place:
     self.faults = self.server.faults
     await self.server.start(uds=self.uds)
 
-  async def restart(self):
+  async def restart(self, **fields):
     """Replaces the server by a new one, whose weights are unpublished."""
     await self.server.close()
-    await self.start()
+    await self.start(**fields)
 
   @property
   def asked(self):

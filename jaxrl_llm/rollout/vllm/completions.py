@@ -167,11 +167,11 @@ class Completions:
     # Wait 'errand': bounded by the time limits of the courier's earlier errands.
     async with contextlib.nullcontext() if courier is None else courier.place():
       # Wait 'place': bounded by the deadlines of earlier requests and by `Repairs.watch`.
-      replica, life = await dispatcher.acquire(samples=request.sampling.temperature > 0)
+      assignment = await dispatcher.acquire(request)
       try:
-        yield replica, life
+        yield assignment.replica, assignment.life
       finally:
-        dispatcher.release(replica)
+        dispatcher.release(assignment)
 
   def _keep(self, answer: Answer, begun: Begun, version: Version | None, engine: str) -> bool:
     """Appends the tokens of a streamed answer that broke off. Returns whether the answer is now

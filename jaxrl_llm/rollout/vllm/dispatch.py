@@ -1,5 +1,8 @@
 """Dispatch of requests to the servers of a fleet.
 
+Servers with the same maximum sequence length form a group. A request goes to the group with the
+least maximum length that holds its prompt and longest answer, and of which any server serves.
+
 Invariant: requests are dispatched in order of arrival, with one exception: if only busy servers may
 serve a request, later requests may overtake it.
 """
@@ -12,20 +15,39 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.rollout.api import Request
+from jaxrl_llm.rollout.vllm.prefixes import Prefix, prefixes
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import VllmConfig
 
+_SPREAD = 1.1
+"""Maximum ratio of the tokens outstanding at a server that is preferred for its cached prefix to
+the least tokens outstanding at any server, apart from the tokens of one request.
+"""
 _BURST = 16
 """Maximum number of requests dispatched in one iteration of the event loop."""
 
 
-class _Place(NamedTuple):
-  """A request in the queue for a server."""
+class Assignment(NamedTuple):
+  """Assignment of a request to a server."""
 
-  future: asyncio.Future[tuple[Replica, int]]
-  """Future that resolves to (replica, the replica's `life` at the time of dispatch)."""
+  replica: Replica
+  life: int
+  """The replica's `life` at the time of dispatch."""
+  tokens: int
+  """Number of tokens that the request adds to the server's `outstanding` until it is released."""
+
+
+class _Place(NamedTuple):
+  """A request for one sample in the queue for a server."""
+
+  future: asyncio.Future[Assignment]
   samples: bool
   """Whether the temperature of the request is above 0."""
+  length: int
+  """Length in tokens of the prompt and the longest answer."""
+  prefixes: Sequence[Prefix]
+  """Prefixes of the prompt; empty unless requests are dispatched by tokens."""
 
 
 class Dispatcher:
@@ -39,28 +61,32 @@ class Dispatcher:
     self._serving, self._config = serving, config
     self._waiting: collections.deque[_Place] = collections.deque()
 
-  async def acquire(self, *, samples: bool) -> tuple[Replica, int]:
-    """Waits for a server that can take another request, and counts the request as in flight on that
-    server. Returns (replica, current `life` of the replica). The caller must `release` the replica.
-
-    Args:
-      samples: whether the temperature of the request is above 0.
+  async def acquire(self, request: Request) -> Assignment:
+    """Waits for a server that can take another sample of a request, and counts the sample as in
+    flight on that server. The caller must `release` the assignment.
     """
-    future: asyncio.Future[tuple[Replica, int]] = asyncio.get_running_loop().create_future()
-    self._waiting.append(_Place(future, samples))
+    place = _Place(
+      future=asyncio.get_running_loop().create_future(),
+      samples=request.sampling.temperature > 0,
+      length=len(request.prompt) + request.max_tokens,
+      prefixes=prefixes(request.prompt) if self._config.dispatch == 'least_tokens' else (),
+    )
+    self._waiting.append(place)
     self.dispatch()
     try:
       # The wait ends when another request finishes, or when `Repairs.watch` ends the fleet.
       # Wait 'place': bounded by the deadlines of earlier requests and by `start_deadline_s`.
-      return await future
+      return await place.future
     except asyncio.CancelledError:
+      future = place.future
       if future.done() and not future.cancelled() and future.exception() is None:
-        self.release(future.result()[0])
+        self.release(future.result())
       raise
 
-  def release(self, replica: Replica) -> None:
-    """Counts a request as no longer in flight on its server, and dispatches waiting requests."""
-    replica.in_flight -= 1
+  def release(self, assignment: Assignment) -> None:
+    """Counts a sample as no longer in flight on its server, and dispatches waiting requests."""
+    assignment.replica.in_flight -= 1
+    assignment.replica.outstanding -= assignment.tokens
     self.dispatch()
 
   def dispatch(self) -> None:
@@ -72,38 +98,67 @@ class Dispatcher:
     for _ in range(_BURST):
       if not self._waiting:
         return
-      free = {samples: self._choose(samples=samples) for samples in (False, True)}
-      places = (i for i, place in enumerate(self._waiting) if free[place.samples])
-      number = next(places, None) if any(free.values()) else None
+      groups = {samples: self._groups(samples=samples) for samples in (False, True)}
+      if not any(free for each in groups.values() for _, free in each):
+        return
+      candidates = (_group(groups[place.samples], place.length) for place in self._waiting)
+      number, free = next(((i, free) for i, free in enumerate(candidates) if free), (None, ()))
       if number is None:
         return
-      future, samples = self._waiting[number]
+      place = self._waiting[number]
       del self._waiting[number]
-      if not future.done():
-        replica = free[samples]
-        replica.in_flight += 1
-        replica.assigned += 1
-        future.set_result((replica, replica.life))
+      if not place.future.done():
+        place.future.set_result(self._assign(place, free))
     asyncio.get_running_loop().call_soon(self.dispatch)
 
-  def _choose(self, *, samples: bool) -> Replica | None:
-    """Returns the server for the next request, or None if none can take it."""
-    serving = [r for r in self._serving() if not (samples and r.sampling_fault is not None)]
-    if not serving:
-      return None
-    is_uniform = self._config.dispatch == 'uniform'
-    chosen = min(serving, key=lambda r: r.assigned if is_uniform else r.in_flight)
-    return chosen if chosen.in_flight < self._config.max_in_flight else None
+  def _groups(self, *, samples: bool) -> list[tuple[int, list[Replica]]]:
+    """Returns (maximum sequence length, servers that can take another request) of each group of
+    servers that serve, in ascending order of length.
+    """
+    groups: dict[int, list[Replica]] = {}
+    for replica in self._serving():
+      if not (samples and replica.sampling_fault is not None):
+        groups.setdefault(replica.max_length, []).append(replica)
+    return [(length, self._free(groups[length])) for length in sorted(groups)]
+
+  def _free(self, servers: Sequence[Replica]) -> list[Replica]:
+    """Returns the servers of a group to which the next request may go."""
+    if self._config.dispatch == 'uniform':
+      servers = [min(servers, key=lambda r: r.assigned)]
+    return [r for r in servers if r.in_flight < self._config.max_in_flight]
+
+  def _assign(self, place: _Place, free: Sequence[Replica]) -> Assignment:
+    """Assigns a request to one of the servers that can take it."""
+    if self._config.dispatch == 'least_tokens':
+      most = min(r.outstanding for r in free) * _SPREAD + place.length
+      cached = {r: r.recent.shared(place.prefixes) for r in free if r.outstanding <= most}
+      replica = min(cached, key=lambda r: (-cached[r], r.outstanding))
+    else:
+      replica = min(free, key=lambda r: r.in_flight)
+    tokens = place.length - replica.recent.shared(place.prefixes)
+    assignment = Assignment(replica, replica.life, tokens)
+    replica.in_flight += 1
+    replica.assigned += 1
+    replica.outstanding += tokens
+    replica.recent.add(place.prefixes)
+    return assignment
 
   def refuse_sampled(self, error: UserError) -> None:
     """Fails all waiting requests whose temperature is above 0 with `error`."""
-    for future, samples in self._waiting:
-      if samples and not future.done():
-        future.set_exception(error)
+    for place in self._waiting:
+      if place.samples and not place.future.done():
+        place.future.set_exception(error)
 
   def fail(self, error: Exception) -> None:
     """Fails all waiting requests with `error`."""
     while self._waiting:
-      future, _ = self._waiting.popleft()
-      if not future.done():
-        future.set_exception(error)
+      place = self._waiting.popleft()
+      if not place.future.done():
+        place.future.set_exception(error)
+
+
+def _group(groups: Sequence[tuple[int, list[Replica]]], length: int) -> list[Replica]:
+  """Returns the servers that can take a sequence of `length` tokens, of the first group that holds
+  it; an empty list if there are none.
+  """
+  return next((free for longest, free in groups if longest >= length), [])

@@ -82,13 +82,14 @@ class Fleet:
     self.name = name
     self._config = config
     dispatcher = Dispatcher(self._serving, config)
-    self._roster = roster = Roster(name, replicas, dispatcher)
+    self._roster = roster = Roster(name, replicas, dispatcher, max_length=max_length)
     served = Served(spec.vocab_size, dtype, max_length)
     self._updates = Updates(roster, config, folder, served, run, feed)
     requirements = Requirements(
       shapes={entry.hf: entry.shape for entry in entries(spec)},
       dtype=dtype,
       max_length=max_length,
+      min_length=config.least_length,
       speculative=config.speculative,
       adapter_rank=adapter_rank,
       direct=direct,
@@ -169,6 +170,12 @@ class Fleet:
     except BaseExceptionGroup as group:
       error = first_cause(group)
       raise UserError(str(error)) if isinstance(error, RemoteError) else error from None
+    started = any(replica.max_length for replica in self.replicas)
+    if started and not absent and self._membership is None and not self._roster.holding:
+      raise UserError(
+        f'engine {self.name}: no server holds the longest sequences '
+        '(rollout.max_prompt_length + max_response_length); start one with a larger --max_model_len'
+      )
     for replica in self.replicas:
       replica.state = ReplicaState.SERVING
     for replica in absent:

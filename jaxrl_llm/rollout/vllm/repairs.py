@@ -83,14 +83,15 @@ class Repairs:
         if lost and replica.state == ReplicaState.SERVING:
           self.repair(replica, 'its process ended')
       if roster.released is not None or any(
-        replica.state in (ReplicaState.SERVING, ReplicaState.UPDATING)
-        for replica in roster.replicas
+        replica.state in (ReplicaState.SERVING, ReplicaState.UPDATING) for replica in roster.holding
       ):
         served = loop.time()
       elif loop.time() - served > self._config.start_deadline_s:
+        others = roster.in_state(ReplicaState.SERVING)
+        which = ' for the longest sequences' if others else ''
         roster.fail(
           RunError(
-            'no engine left: none served for '
+            f'no engine left{which}: none served for '
             f'rollout.vllm.start_deadline_s={self._config.start_deadline_s:g} s; the last failure: '
             f'{roster.last_trouble}'
           )

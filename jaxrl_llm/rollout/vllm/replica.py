@@ -29,6 +29,7 @@ from jaxrl_llm.rollout.vllm.api import (
   SleepingServer,
   StreamingServer,
 )
+from jaxrl_llm.rollout.vllm.prefixes import RecentPrompts
 from jaxrl_llm.rollout.vllm.publication import Publication, digest, part, read_published
 from jaxrl_llm.rollout.vllm.server import SPECULATION, lora_rank
 from jaxrl_llm.rollout.vllm.stream import Arrivals
@@ -64,6 +65,8 @@ class Requirements:
   """Hugging Face name of the data type of the published weights, for example 'bfloat16'."""
   max_length: int
   """Length of the longest sequence in tokens, including its prompt."""
+  min_length: int | None = None
+  """Least maximum sequence length of the server in tokens. If None, it must be `max_length`."""
   speculative: bool = False
   """Whether speculative decoding is configured, so that servers are allowed to use it."""
   adapter_rank: int = 0
@@ -127,6 +130,16 @@ class Replica:
     """Number of updates that have begun, plus `life`."""
     self.assigned = 0
     """Number of requests assigned to the server since the last publication."""
+    self.max_length = 0
+    """Length in tokens of the longest sequence that the server can sample, prompt included, up to
+    that of the run's longest sequence. 0 until the server is admitted.
+    """
+    self.outstanding = 0
+    """Number of tokens of the requests in flight: each counts with its maximum length, without the
+    part of its prompt that was probably cached.
+    """
+    self.recent = RecentPrompts()
+    """Prompts of the requests since the server's cache was cleared."""
     self.failures = 0
     """Number of failures since the last accepted completion."""
     self.slices: list[Mapping[str, Any]] = []
@@ -250,6 +263,7 @@ class Replica:
     # A server that failed the self-test is not tested again, because the test may crash it.
     self.is_tested = self.sampling_fault is not None
     self.proven.clear()
+    self.recent.clear()
 
   async def release(self, how: str, *, deadline_s: float) -> None:
     """Stops the server or puts it to sleep, after its requests in flight have ended.
@@ -380,6 +394,8 @@ class Replica:
       await asyncio.to_thread(self._check_loaded, loaded, whole)
       self.holds = whole.label
     await self.client.set_version(publication)
+    # The server clears its cache, or separates it from later requests.
+    self.recent.clear()
     if self._keeps_cache:
       self.client.separate_cache(publication)
     if not self._keeps_cache or self.version is None:
@@ -405,9 +421,11 @@ class Replica:
         )
 
   async def _check_probe(self, probe: Probe, tolerance: float, deadline_s: float) -> None:
+    longest = self.max_length - 1  # The server samples one token after the sequence.
     for sequence, wanted in zip(probe.sequences, probe.logprobs, strict=True):
-      logprobs = await self.client.prompt_logprobs(sequence.tolist(), deadline_s=deadline_s)
-      worst = float(np.abs(logprobs - wanted).max())
+      tokens = sequence[:longest].tolist()
+      logprobs = await self.client.prompt_logprobs(tokens, deadline_s=deadline_s)
+      worst = float(np.abs(logprobs - wanted[:longest]).max())
       if not worst <= tolerance:
         raise Unproven(
           f"engine {self.name}: its logprobs of the probe differ from the trainer's by up to "
@@ -443,11 +461,15 @@ class Replica:
     """
     where = f'engine {self.name} ({self.client.address})'
     served = await self.client.max_model_len()
-    if served < wanted.max_length:
+    least, names = wanted.min_length, 'rollout.vllm.min_length'
+    if least is None:
+      least, names = wanted.max_length, 'rollout.max_prompt_length + max_response_length'
+    if served < least:
       raise UserError(
-        f'{where}: max_model_len is {served}, the run needs {wanted.max_length} '
-        '(rollout.max_prompt_length + max_response_length); start it with a larger --max_model_len'
+        f'{where}: max_model_len is {served}, the run needs {least} ({names}); start it with a '
+        'larger --max_model_len'
       )
+    self.max_length = min(served, wanted.max_length)
     with _explained(f'{where}: has no worker extension of jaxrl_llm', 'start it with jaxrl serve'):
       workers = await self.client.weights()
     if any(worker['device'] == JAX_DEVICE for worker in workers):

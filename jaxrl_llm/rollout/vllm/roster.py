@@ -19,14 +19,18 @@ class Roster:
   them.
   """
 
-  def __init__(self, name: str, replicas: Sequence[Replica], dispatcher: Dispatcher):
+  def __init__(
+    self, name: str, replicas: Sequence[Replica], dispatcher: Dispatcher, *, max_length: int
+  ):
     """
     Args:
       name: name of the engine, for messages.
       replicas: initial servers.
       dispatcher: queue of the requests that fail if the fleet fails.
+      max_length: length of the run's longest sequence in tokens, including its prompt.
     """
     self.name = name
+    self._max_length = max_length
     self.replicas = tuple(replicas)
     """Servers of the fleet. With discovery, servers are added and removed while the fleet runs."""
     self.dispatcher = dispatcher
@@ -71,6 +75,11 @@ class Roster:
   def serving(self, version: Version | None) -> list[Replica]:
     """Returns the servers that serve a version."""
     return [r for r in self.in_state(ReplicaState.SERVING) if r.version == version]
+
+  @property
+  def holding(self) -> list[Replica]:
+    """Servers that can sample the run's longest sequences."""
+    return [replica for replica in self.replicas if replica.max_length >= self._max_length]
 
   def serve(self, replica: Replica) -> None:
     """Brings a server into service, unless the fleet was closed or the server has left."""

@@ -106,8 +106,22 @@ class VllmConfig:
   """Size in GiB of the KV cache of each server on CPUs. On GPUs, vLLM's option
   gpu_memory_utilization determines the size.
   """
-  dispatch: Literal['least_loaded', 'uniform'] = 'least_loaded'
-  """Rule that selects the server for a request. 'least_loaded' selects the server with the fewest
+  lengths: tuple[int | None, ...] = ()
+  """Maximum sequence length (prompt and answer) of each owned server in tokens, for example (4096,
+  4096, None). None stands for the length of the run's longest sequences. If empty, all servers have
+  this length. A request goes to the servers with the least length that holds its prompt and longest
+  answer; if none of them serves, to those with the next length.
+  """
+  min_length: int | None = None
+  """Least maximum sequence length of attached servers in tokens, by which requests are routed as by
+  `lengths`. If None, every attached server must hold the run's longest sequences.
+  """
+  dispatch: Literal['least_tokens', 'least_loaded', 'uniform'] = 'least_tokens'
+  """Rule that selects the server for a request. 'least_tokens' selects the server with the
+  fewest tokens outstanding: each request in flight counts with its prompt and longest answer,
+  without the beginning of the prompt if the server has received it before and probably cached it.
+  Servers that have received the beginning of the request's own prompt are preferred while they have
+  at most a tenth more tokens outstanding. 'least_loaded' selects the server with the fewest
   requests in flight. 'uniform' selects the server that was assigned the fewest requests since the
   last publication.
   """
@@ -220,6 +234,7 @@ class VllmConfig:
         f'rollout.vllm.devices: {len(self.devices)} entries, wanted one for each of the '
         f'servers={self.servers}'
       )
+    self._check_lengths()
     if self.transfer == 'ipc' and self.attached:
       raise UserError(
         "rollout.vllm.transfer: 'ipc' shares a GPU's memory with owned servers, but "
@@ -294,10 +309,46 @@ class VllmConfig:
         f"rollout.vllm.devices is empty, so they would use the trainer's; name theirs, {remedy}"
       )
 
+  def _check_lengths(self) -> None:
+    lengths = [each for each in self.lengths if each is not None]
+    if self.lengths and self.attached:
+      raise UserError(
+        f'rollout.vllm.lengths: {len(self.lengths)} entries, but the servers are attached; start '
+        'them with --max_model_len, and set min_length'
+      )
+    if self.lengths and len(self.lengths) != self.servers:
+      raise UserError(
+        f'rollout.vllm.lengths: {len(self.lengths)} entries, wanted one for each of the '
+        f'servers={self.servers}'
+      )
+    if lengths and len(lengths) == len(self.lengths):
+      raise UserError(
+        f'rollout.vllm.lengths: {lengths}, wanted None for at least one server, so that it samples '
+        "the run's longest sequences"
+      )
+    if self.min_length is not None and not self.attached:
+      raise UserError(
+        f'rollout.vllm.min_length: {self.min_length}, but the run starts its servers; set lengths'
+      )
+    for name, values in (
+      ('lengths', lengths),
+      ('min_length', [2 if self.min_length is None else self.min_length]),
+    ):
+      if min(values, default=2) < 2:
+        raise UserError(f'rollout.vllm.{name}: {min(values)}, wanted at least 2')
+
   @property
   def attached(self) -> bool:
     """Whether the servers are attached, that is, started and stopped by others."""
     return bool(self.addresses) or self.discover is not None
+
+  @property
+  def least_length(self) -> int | None:
+    """Least maximum sequence length of a server in tokens. None if all servers must hold the run's
+    longest sequences.
+    """
+    lengths = (*self.lengths, self.min_length)
+    return min((each for each in lengths if each is not None), default=None)
 
   @property
   def reads_files(self) -> bool:
@@ -550,11 +601,12 @@ def server_commands(
   args |= {name.replace('-', '_'): value for name, value in config.args.items()}
   cores = split_cores(config.servers, _checked_workers(config, args))
   files = {WORKER_MODULE: WORKER, **(worker_files or {})}
+  limits = [{} if each is None else {'max_model_len': each} for each in config.lengths]
   return [
     ServerCommand(
       python=python,
       model=model,
-      args=args,
+      args=args | (limits[i] if limits else {}),
       env=_environment(
         config, i, cores=cores[i] if on_cpu else None, lora=bool(args.get('enable_lora'))
       ),

@@ -74,6 +74,9 @@ def vllm_engine(config: VllmConfig) -> EngineSpec:
         'full_every',
         'compare',
         'max_in_flight',
+        'lengths',
+        'min_length',
+        'dispatch',
         'stream',
       ),
       *(

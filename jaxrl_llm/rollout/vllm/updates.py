@@ -268,7 +268,7 @@ class Updates:
       replica.sampling_fault = await sampling_fault(
         replica.client,
         vocab=self._served.vocab_size,
-        max_length=self._served.max_length,
+        max_length=replica.max_length,
         tolerance=self._tolerance,
         deadline_s=self._config.start_deadline_s,
       )

@@ -628,6 +628,11 @@ def test_a_budget_that_means_nothing_is_refused(fields):
       'bound 0 and rollout.vllm.discover, with which servers join and leave',
     ),
     (
+      {'engine': 'vllm', 'vllm': VllmConfig(lengths=(64, None))},
+      {'bound': 0},
+      'bound 0 and servers for sequences of 64 tokens (rollout.vllm.lengths or min_length); wanted',
+    ),
+    (
       {},
       {'response_lengths': ((0, 9), (5, 8))},
       'response_lengths [9, 8], which would cut answers that have begun; wanted ascending lengths',

