@@ -17,8 +17,9 @@ of waiting.
 `--engine=embedded`: the real embedded engine with `slots` decode slots and a random model of one
 layer samples the tokens of the records, and each answer ends at its drawn length. Time is measured
 in decode steps: a step stands for `unit` / `rate` seconds, however many slots sample. So other work
-on the machine does not change the results of bound 0. The last two columns are of the processor
-time of the whole process, which includes prefills, updates and the store.
+on the machine does not slow it down, except that steps pass while the host starts samples. The last
+two columns are of the processor time of the whole process, which includes prefills, updates and the
+store.
 """
 
 import asyncio
