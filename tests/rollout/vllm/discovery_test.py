@@ -461,8 +461,11 @@ def test_a_number_of_servers_without_meaning_is_refused(config):
 @pytest.mark.parametrize(
   'seed', [*range(2), *(pytest.param(i, marks=pytest.mark.acceptance) for i in range(2, 20))]
 )
-def test_whatever_servers_do_each_sample_comes_once_of_the_weights_that_it_names(tmp_path, seed):
+def test_whatever_servers_do_each_sample_comes_once_of_the_weights_that_it_names(
+  tmp_path, seed, monkeypatch
+):
   """Servers register, leave, die, hang and come back at random, through three publications."""
+  monkeypatch.setattr(discovery, '_REST_S', 0.05)
 
   async def main():
     chance = random.Random(seed)
