@@ -3,10 +3,9 @@ release Python's global lock most of the time, or to a second event loop.
 
 Only the work that takes the longest per token is moved: receiving and parsing servers' responses,
 receiving messages of explorers and checking what they deliver, decoding text, writing samples to
-the store's index (`master.exploring.settling`), computing metrics, and writing transcripts. The
-following work also grows with the length of sequences, but stays on the event loop's thread:
-building the lists of prompt tokens in requests, and finding the prefixes that the rows of a batch
-share.
+the store's index (`master.exploring.settling`), making the rows of a batch, computing metrics, and
+writing transcripts. Building the lists of prompt tokens in requests also grows with the length of
+sequences, but stays on the event loop's thread.
 """
 
 from __future__ import annotations

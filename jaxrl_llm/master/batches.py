@@ -239,9 +239,8 @@ class RolloutBatches:
   async def next(self) -> tuple[list[Row], dict[str, int]]:
     chosen, places, counts = await self.explorer.next()
     self._taken = {step.uid: choice for choice in chosen for step in choice.steps}
-    rows = [row for choice in chosen for row in step_rows(choice, places)]
-    samples = [step for choice in chosen for step in choice.steps]
-    return with_digests(with_prefixes(rows, samples), samples), counts
+    # A thousand long samples would block the event loop for more than 50 ms.
+    return await asyncio.to_thread(_rows, chosen, places), counts
 
   def taken(self) -> dict[str, Experience]:
     return self._taken
@@ -323,6 +322,13 @@ def _joined(stage: str, row: Row) -> Issue:
   return Issue(
     uid=uid, group_id=uid, task_id=row.uid.partition('/')[0], visit=0, partition='expert'
   )
+
+
+def _rows(chosen: Sequence[Experience], places: Mapping[str, Ref]) -> list[Row]:
+  """Returns the rows of a batch of trajectories. For the arguments, see `step_rows`."""
+  rows = [row for choice in chosen for row in step_rows(choice, places)]
+  samples = [step for choice in chosen for step in choice.steps]
+  return with_digests(with_prefixes(rows, samples), samples)
 
 
 def step_rows(chosen: Experience, places: Mapping[str, Ref]) -> list[Row]:
