@@ -33,10 +33,11 @@ from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.rollout.device_image import DeviceImage
 from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica
-from jaxrl_llm.rollout.vllm.server import OwnedServer, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.server import OwnedServer, server_commands
 from jaxrl_llm.weights.hf import write_config
 from jaxrl_llm.weights.layout import dtype_of
 from jaxrl_llm.weights.mapped_files import MappedFiles

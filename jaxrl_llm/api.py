@@ -42,7 +42,7 @@ _NAMES = (
   ('jaxrl_llm.rollout.embedded.speculation', 'SpeculationConfig'),
   ('jaxrl_llm.rollout.explorers.crew', 'ExplorersConfig'),
   ('jaxrl_llm.rollout.repetition', 'RepetitionDetection'),
-  ('jaxrl_llm.rollout.vllm.server', 'VllmConfig'),
+  ('jaxrl_llm.rollout.vllm.config', 'VllmConfig'),
   ('jaxrl_llm.rollout.workflow', 'WorkflowConfig'),
   ('jaxrl_llm.runtime.checkpoint', 'CheckpointConfig'),
   ('jaxrl_llm.runtime.log.config', 'LoggingConfig LogWriterConfig WandbConfig'),

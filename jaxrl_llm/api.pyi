@@ -96,7 +96,7 @@ from jaxrl_llm.rollout.episodes.workflow import Episodes as Episodes
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig as ExplorersConfig
 from jaxrl_llm.rollout.hub import Hub as Hub
 from jaxrl_llm.rollout.repetition import RepetitionDetection as RepetitionDetection
-from jaxrl_llm.rollout.vllm.server import VllmConfig as VllmConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig as VllmConfig
 from jaxrl_llm.rollout.vllm.spec import vllm_engine as vllm_engine
 from jaxrl_llm.rollout.workflow import Rollout as Rollout
 from jaxrl_llm.rollout.workflow import SingleTurn as SingleTurn

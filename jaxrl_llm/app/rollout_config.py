@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.rollout.engine import EngineSpec
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 from jaxrl_llm.rollout.repetition import RepetitionDetection
-from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.workflow import WorkflowConfig
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.rollout.embedded.spec import embedded_engine
 from jaxrl_llm.rollout.engine import EngineSpec
-from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.spec import vllm_engine
 
 ENGINES: Mapping[str, tuple[type, Callable[[Any], EngineSpec]]] = {

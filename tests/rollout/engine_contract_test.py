@@ -20,7 +20,7 @@ from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.rollout.embedded.speculation import SpeculationConfig
 from jaxrl_llm.rollout.engine import EngineSetting
-from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig, build_tokenizer
 
 MODEL = serving.model_of('qwen2', tied=True)

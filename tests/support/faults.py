@@ -30,7 +30,7 @@ from jaxrl_llm.api import (
   TasksetConfig,
   TokenizerConfig,
 )
-from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.spec import SHARED_MEMORY
 from jaxrl_llm.tasks.tokenizer import build_tokenizer
 

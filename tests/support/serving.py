@@ -31,11 +31,12 @@ from jaxrl_llm.rollout.api import Request, Weights
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.rollout.vllm.adapter_folder import AdapterFolder
 from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.fleet import Fleet
 from jaxrl_llm.rollout.vllm.publication import PublicationFolder, digest
 from jaxrl_llm.rollout.vllm.replica import Replica
-from jaxrl_llm.rollout.vllm.server import OwnedServer, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.server import OwnedServer, server_commands
 from jaxrl_llm.rollout.vllm.spec import PUBLISHED
 from jaxrl_llm.weights.hf import to_hf, write_config
 from jaxrl_llm.weights.layout import dtype_of

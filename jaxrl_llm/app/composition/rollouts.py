@@ -28,7 +28,7 @@ from jaxrl_llm.rollout.explorers.crew import Crew, ExplorersConfig
 from jaxrl_llm.rollout.explorers.explorer import Welcome
 from jaxrl_llm.rollout.explorers.process import ExplorerCommand
 from jaxrl_llm.rollout.untrusted import Bounds
-from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.workflow import Workflow, turns_of
 
 

@@ -32,6 +32,7 @@ from jaxrl_llm.core.net.connections import read_key
 from jaxrl_llm.core.net.front import Front
 from jaxrl_llm.core.net.registry import Kind, Registry, service_name
 from jaxrl_llm.core.net.token_server import FrontConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.direct import SigningFront
 from jaxrl_llm.rollout.vllm.discovery import fingerprint
 from jaxrl_llm.rollout.vllm.pull.store import Store
@@ -39,7 +40,6 @@ from jaxrl_llm.rollout.vllm.server import (
   WORKER,
   WORKER_MODULE,
   OwnedServer,
-  VllmConfig,
   parse_options,
   server_commands,
 )

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.net.client import RemoteError
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Requirements
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 
 _ATTACHED_LOOK_S = 2.0
 """Seconds between health checks of an attached server that does not respond."""

@@ -17,9 +17,9 @@ from jaxrl_llm.core.net.client import Lost
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Completion, Request, Undelivered
 from jaxrl_llm.rollout.vllm.answer import Begun
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
 from jaxrl_llm.rollout.vllm.roster import Roster
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.vllm.stream import Answer, Broken
 from jaxrl_llm.rollout.vllm.updates import Served
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.api import Request
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.prefixes import Prefix, prefixes
 from jaxrl_llm.rollout.vllm.replica import Replica
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 
 _SPREAD = 1.1
 """Maximum ratio of the tokens outstanding at a server that is preferred for its cached prefix to

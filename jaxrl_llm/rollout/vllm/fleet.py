@@ -22,6 +22,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.rollout.api import Completion, Request, Weights
 from jaxrl_llm.rollout.vllm.admission import Admission
 from jaxrl_llm.rollout.vllm.completions import Completions
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.device_transfer import DeviceFeed
 from jaxrl_llm.rollout.vllm.discovery import Discovery
 from jaxrl_llm.rollout.vllm.dispatch import Dispatcher
@@ -30,7 +31,6 @@ from jaxrl_llm.rollout.vllm.publication import PublicationFolder
 from jaxrl_llm.rollout.vllm.repairs import Repairs
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Requirements
 from jaxrl_llm.rollout.vllm.roster import Roster
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.vllm.updates import Served, Updates
 from jaxrl_llm.weights.tables import entries
 

@@ -16,11 +16,11 @@ from absl import logging
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.net.registry import LOOK_S, Lease
 from jaxrl_llm.rollout.vllm.admission import Admission
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.discovery import Discovery
 from jaxrl_llm.rollout.vllm.repairs import Repairs
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
 from jaxrl_llm.rollout.vllm.roster import Roster
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 
 _LOOK_S = LOOK_S
 """Seconds between two reads of the registry."""

@@ -14,10 +14,10 @@ from absl import logging
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.rollout.vllm.admission import Admission
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.discovery import Discovery
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Unproven
 from jaxrl_llm.rollout.vllm.roster import Roster
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.vllm.updates import Updates
 
 _WATCH_S = 0.25

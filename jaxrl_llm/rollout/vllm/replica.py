@@ -29,9 +29,10 @@ from jaxrl_llm.rollout.vllm.api import (
   SleepingServer,
   StreamingServer,
 )
+from jaxrl_llm.rollout.vllm.config import SPECULATION
 from jaxrl_llm.rollout.vllm.prefixes import RecentPrompts
 from jaxrl_llm.rollout.vllm.publication import Publication, digest, part, read_published
-from jaxrl_llm.rollout.vllm.server import SPECULATION, lora_rank
+from jaxrl_llm.rollout.vllm.server import lora_rank
 from jaxrl_llm.rollout.vllm.stream import Arrivals
 from jaxrl_llm.rollout.vllm.transfer import (
   FileTransfer,

@@ -21,6 +21,7 @@ from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.rollout.engine import EngineSetting, EngineSpec, Run
 from jaxrl_llm.rollout.vllm.adapter_folder import AdapterFolder
 from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.device_transfer import DeviceFeed, DeviceTransfer
 from jaxrl_llm.rollout.vllm.discovery import Discovery, fingerprint
@@ -32,7 +33,6 @@ from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import (
   OwnedServer,
   ServerCommand,
-  VllmConfig,
   nccl_library,
   server_commands,
 )

@@ -18,12 +18,12 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.net.client import Lost, Refused, RemoteError
 from jaxrl_llm.core.types import Json, Version
 from jaxrl_llm.rollout.api import Completion, Probe, Weights
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.device_transfer import DeviceFeed
 from jaxrl_llm.rollout.vllm.publication import Publication, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Unproven
 from jaxrl_llm.rollout.vllm.roster import Roster
 from jaxrl_llm.rollout.vllm.selftest import sampling_fault
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.vllm.version_writer import VersionWriter
 
 

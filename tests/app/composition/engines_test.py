@@ -14,7 +14,7 @@ from jaxrl_llm.app.schema import Config
 from jaxrl_llm.config.load import apply_overrides, load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.parallel.device import DeviceThread
-from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.spec import PUBLISHED, publish_directory
 
 

@@ -7,7 +7,7 @@ from jaxrl_llm.app.rollout_config import RolloutConfig
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
-from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 
 FRONT = 'http://127.0.0.1:1'
 

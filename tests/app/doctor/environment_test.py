@@ -11,7 +11,7 @@ from jaxrl_llm.app.doctor import environment
 from jaxrl_llm.app.doctor.findings import FindingStatus
 from jaxrl_llm.app.dry_run.programs import Held
 from jaxrl_llm.models.families import tiny
-from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from jaxrl_llm.config.load import load_file
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.token_server import FrontConfig
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
-from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 
 LISTEN = FrontConfig(port=8500, token_file='token')
 GIVEN = ExplorersConfig(processes=3, silent_s=7.0)

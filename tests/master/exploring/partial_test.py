@@ -39,7 +39,7 @@ from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.rollout.api import BUDGET, Completion, Sampling
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.rollout.repetition import RepetitionDetection
-from jaxrl_llm.rollout.vllm.server import VllmConfig
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.workflow import rollout_sample
 from jaxrl_llm.runtime.metrics import resolve
 

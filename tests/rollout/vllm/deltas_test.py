@@ -31,6 +31,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Lost, Refused
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.api import Probe, Weights
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.delta_folder import DeltaFolder
 from jaxrl_llm.rollout.vllm.publication import (
   FILE,
@@ -39,7 +40,6 @@ from jaxrl_llm.rollout.vllm.publication import (
   read_published,
 )
 from jaxrl_llm.rollout.vllm.replica import Replica
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.vllm.shares import delta_file
 from jaxrl_llm.weights.checksums import Slice, checksums
 from jaxrl_llm.weights.tables import entries

@@ -39,11 +39,11 @@ from jaxrl_llm.rollout.engine import EngineSetting
 from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.device_transfer import DeviceFeed, DeviceTransfer, check_fit
 from jaxrl_llm.rollout.vllm.nccl import Libraries
 from jaxrl_llm.rollout.vllm.publication import FILE, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Unproven
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.rollout.whole_arrays import WholeArrays
 from jaxrl_llm.tasks.tokenizer import TokenizerConfig, build_tokenizer
 from jaxrl_llm.weights.tables import entries

@@ -40,9 +40,9 @@ from jaxrl_llm.core.net.registry import Kind, Lease, Registry, Watch
 from jaxrl_llm.models.families import tiny
 from jaxrl_llm.rollout.vllm import discovery
 from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.discovery import Discovery, fingerprint
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 from jaxrl_llm.weights.hf import read_spec, write_config
 
 LEASE_S = 0.4

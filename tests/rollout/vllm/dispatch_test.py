@@ -8,10 +8,10 @@ import pytest
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.api import Request
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.dispatch import Dispatcher
 from jaxrl_llm.rollout.vllm.prefixes import RecentPrompts, prefixes
 from jaxrl_llm.rollout.vllm.replica import Replica
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 
 
 def servers(*lengths):

@@ -63,10 +63,10 @@ from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.rollout.repetition import RepetitionDetection
 from jaxrl_llm.rollout.vllm import repairs
 from jaxrl_llm.rollout.vllm.client import VllmClient, sampler_seed
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.prefixes import prefixes
 from jaxrl_llm.rollout.vllm.publication import FILE
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
-from jaxrl_llm.rollout.vllm.server import VllmConfig
 
 
 @pytest.fixture(autouse=True)

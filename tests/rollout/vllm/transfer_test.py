@@ -28,9 +28,10 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Lost, Refused
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.vllm.client import VllmClient
+from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.publication import FILE, Publication, digest
 from jaxrl_llm.rollout.vllm.replica import Replica, Requirements
-from jaxrl_llm.rollout.vllm.server import WORKER, VllmConfig, server_commands
+from jaxrl_llm.rollout.vllm.server import WORKER, server_commands
 from jaxrl_llm.rollout.vllm.transfer import (
   SENDER,
   FileTransfer,
