@@ -308,7 +308,7 @@ def test_on_tpus_the_kernels_gradient_is_summed_by_blocks_of_the_vocabulary(
     return [int(np.prod(shape)) for shape in sums if STATES[-1] in shape]
 
   assert STATES[-1] * WORDS in summed()
-  monkeypatch.setattr(jax.lax, 'platform_dependent', lambda *x, tpu, default: tpu(*x))
+  monkeypatch.setattr(jax.lax, 'platform_dependent', lambda *x, tpu, **_: tpu(*x))
   # 1,048 words are four blocks of 256, and one that begins earlier.
   assert set(summed()) == {STATES[-1] * 256}
 
