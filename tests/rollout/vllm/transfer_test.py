@@ -743,7 +743,7 @@ def test_configurations_that_cannot_work_are_one_clear_error(tmp_path):
 
 
 REAL = """
-import base64, dataclasses, inspect, torch
+import base64, dataclasses, inspect, torch, types
 import jaxrl_llm_sender as sender
 from vllm.distributed.weight_transfer import base, clients, factory, ipc_engine, nccl_common, \
 nccl_engine
@@ -798,6 +798,16 @@ assert [
 ] == [6, 7, 8, 9]
 warm_up = inspect.getsource(pynccl.PyNcclCommunicator._init_comm)
 assert 'data = torch.zeros(1, device=device)' in warm_up and 'self.all_reduce(data)' in warm_up
+
+# CPU workers soon look for a command themselves, because notifications get lost.
+import jaxrl_llm_worker, zmq
+from vllm.distributed.device_communicators import shm_broadcast
+condition = shm_broadcast.SpinCondition(True, zmq.Context(), 'inproc://nobody')
+condition.last_read, waits = 0, []
+condition.poller = types.SimpleNamespace(poll=lambda timeout: waits.append(timeout) or [])
+for timeout_ms in (None, 5000, 3):
+  condition.wait(timeout_ms)
+assert waits == [20, 20, 3], waits
 print('all there')
 """
 
