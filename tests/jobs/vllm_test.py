@@ -102,7 +102,7 @@ def test_logprobs_are_those_of_our_own_forward_at_every_version_and_temperature(
           assert temperature == 0 or engines == {'vllm-0', 'vllm-1'}, (
             'a group is spread over the servers'
           )
-      assert abs(fleet.replicas[0].assigned - fleet.replicas[1].assigned) <= 1
+      assert abs(fleet.replicas[0].workload.assigned - fleet.replicas[1].workload.assigned) <= 1
 
   asyncio.run(main())
 

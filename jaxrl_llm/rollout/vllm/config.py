@@ -303,12 +303,12 @@ class VllmConfig:
       raise UserError(
         f'rollout.vllm.min_length: {self.min_length}, but the run starts its servers; set lengths'
       )
-    for name, values in (
-      ('lengths', lengths),
-      ('min_length', [2 if self.min_length is None else self.min_length]),
+    for name, least in (
+      ('lengths', min(lengths, default=None)),
+      ('min_length', self.min_length),
     ):
-      if min(values, default=2) < 2:
-        raise UserError(f'rollout.vllm.{name}: {min(values)}, wanted at least 2')
+      if least is not None and least < 2:
+        raise UserError(f'rollout.vllm.{name}: {least}, wanted at least 2')
 
   @property
   def attached(self) -> bool:

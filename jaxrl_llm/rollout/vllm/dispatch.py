@@ -17,8 +17,8 @@ from typing import NamedTuple
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.api import Request
 from jaxrl_llm.rollout.vllm.config import VllmConfig
-from jaxrl_llm.rollout.vllm.prefixes import Prefix, prefixes
 from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm.workload import Prefix, prefixes
 
 _SPREAD = 1.1
 """Maximum ratio of the tokens outstanding at a server that is preferred for its cached prefix to
@@ -60,6 +60,8 @@ class Dispatcher:
     """
     self._serving, self._config = serving, config
     self._waiting: collections.deque[_Place] = collections.deque()
+    self._hashed: tuple[tuple[int, ...], Sequence[Prefix]] = (), ()
+    """Prompt and prefixes of the last request. Its other samples have the same prompt."""
 
   async def acquire(self, request: Request) -> Assignment:
     """Waits for a server that can take another sample of a request, and counts the sample as in
@@ -69,7 +71,7 @@ class Dispatcher:
       future=asyncio.get_running_loop().create_future(),
       samples=request.sampling.temperature > 0,
       length=len(request.prompt) + request.max_tokens,
-      prefixes=prefixes(request.prompt) if self._config.dispatch == 'least_tokens' else (),
+      prefixes=self._prefixes(request.prompt),
     )
     self._waiting.append(place)
     self.dispatch()
@@ -83,10 +85,17 @@ class Dispatcher:
         self.release(future.result())
       raise
 
+  def _prefixes(self, prompt: tuple[int, ...]) -> Sequence[Prefix]:
+    if self._config.dispatch != 'least_tokens':
+      return ()
+    if prompt is not self._hashed[0]:
+      self._hashed = prompt, prefixes(prompt)
+    return self._hashed[1]
+
   def release(self, assignment: Assignment) -> None:
     """Counts a sample as no longer in flight on its server, and dispatches waiting requests."""
     assignment.replica.in_flight -= 1
-    assignment.replica.outstanding -= assignment.tokens
+    assignment.replica.workload.outstanding -= assignment.tokens
     self.dispatch()
 
   def dispatch(self) -> None:
@@ -124,23 +133,23 @@ class Dispatcher:
   def _free(self, servers: Sequence[Replica]) -> list[Replica]:
     """Returns the servers of a group to which the next request may go."""
     if self._config.dispatch == 'uniform':
-      servers = [min(servers, key=lambda r: r.assigned)]
+      servers = [min(servers, key=lambda r: r.workload.assigned)]
     return [r for r in servers if r.in_flight < self._config.max_in_flight]
 
   def _assign(self, place: _Place, free: Sequence[Replica]) -> Assignment:
     """Assigns a request to one of the servers that can take it."""
+    tokens = {r: place.length - r.workload.recent.shared(place.prefixes) for r in free}
     if self._config.dispatch == 'least_tokens':
-      most = min(r.outstanding for r in free) * _SPREAD + place.length
-      cached = {r: r.recent.shared(place.prefixes) for r in free if r.outstanding <= most}
-      replica = min(cached, key=lambda r: (-cached[r], r.outstanding))
+      most = min(r.workload.outstanding for r in free) * _SPREAD + place.length
+      near = [r for r in free if r.workload.outstanding <= most]
+      replica = min(near, key=lambda r: (tokens[r], r.workload.outstanding))
     else:
       replica = min(free, key=lambda r: r.in_flight)
-    tokens = place.length - replica.recent.shared(place.prefixes)
-    assignment = Assignment(replica, replica.life, tokens)
+    assignment = Assignment(replica, replica.life, tokens[replica])
     replica.in_flight += 1
-    replica.assigned += 1
-    replica.outstanding += tokens
-    replica.recent.add(place.prefixes)
+    replica.workload.assigned += 1
+    replica.workload.outstanding += assignment.tokens
+    replica.workload.recent.add(place.prefixes)
     return assignment
 
   def refuse_sampled(self, error: UserError) -> None:

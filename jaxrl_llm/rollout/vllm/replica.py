@@ -30,7 +30,6 @@ from jaxrl_llm.rollout.vllm.api import (
   StreamingServer,
 )
 from jaxrl_llm.rollout.vllm.config import SPECULATION
-from jaxrl_llm.rollout.vllm.prefixes import RecentPrompts
 from jaxrl_llm.rollout.vllm.publication import Publication, digest, part, read_published
 from jaxrl_llm.rollout.vllm.server import lora_rank
 from jaxrl_llm.rollout.vllm.stream import Arrivals
@@ -40,6 +39,7 @@ from jaxrl_llm.rollout.vllm.transfer import (
   Transfer,
   slice_of,
 )
+from jaxrl_llm.rollout.vllm.workload import Workload
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.checksums import checksums as tensor_checksums
 
@@ -129,18 +129,12 @@ class Replica:
     """
     self._updates = 0
     """Number of updates that have begun, plus `life`."""
-    self.assigned = 0
-    """Number of requests assigned to the server since the last publication."""
+    self.workload = Workload()
+    """Requests that the fleet has dispatched to the server."""
     self.max_length = 0
     """Length in tokens of the longest sequence that the server can sample, prompt included, up to
     that of the run's longest sequence. 0 until the server is admitted.
     """
-    self.outstanding = 0
-    """Number of tokens of the requests in flight: each counts with its maximum length, without the
-    part of its prompt that was probably cached.
-    """
-    self.recent = RecentPrompts()
-    """Prompts of the requests since the server's cache was cleared."""
     self.failures = 0
     """Number of failures since the last accepted completion."""
     self.slices: list[Mapping[str, Any]] = []
@@ -264,7 +258,7 @@ class Replica:
     # A server that failed the self-test is not tested again, because the test may crash it.
     self.is_tested = self.sampling_fault is not None
     self.proven.clear()
-    self.recent.clear()
+    self.workload.recent.clear()
 
   async def release(self, how: str, *, deadline_s: float) -> None:
     """Stops the server or puts it to sleep, after its requests in flight have ended.
@@ -396,7 +390,7 @@ class Replica:
       self.holds = whole.label
     await self.client.set_version(publication)
     # The server clears its cache, or separates it from later requests.
-    self.recent.clear()
+    self.workload.recent.clear()
     if self._keeps_cache:
       self.client.separate_cache(publication)
     if not self._keeps_cache or self.version is None:

@@ -88,8 +88,8 @@ class Roster:
     replica.state = ReplicaState.SERVING
     # Raises the server's count of assigned requests to the largest count of the other servers.
     # Otherwise, 'uniform' dispatch would send all requests to this server until it had caught up.
-    serving = [r.assigned for r in self.in_state(ReplicaState.SERVING) if r is not replica]
-    replica.assigned = max([replica.assigned, *serving])
+    serving = [r.workload.assigned for r in self.in_state(ReplicaState.SERVING) if r is not replica]
+    replica.workload.assigned = max([replica.workload.assigned, *serving])
     self.changed.set()
 
   async def until_serving(self, version: Version) -> None:
@@ -104,7 +104,7 @@ class Roster:
       await self.changed.wait()
       self.check_alive()
     for replica in self.replicas:
-      replica.assigned = 0
+      replica.workload.assigned = 0
 
   def check_samplers(self) -> None:
     """Raises UserError if no server may serve requests with a temperature above 0."""

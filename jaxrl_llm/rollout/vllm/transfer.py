@@ -29,11 +29,7 @@ from jaxrl_llm.rollout.vllm.api import EngineServer
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.publication import Publication
-from jaxrl_llm.rollout.vllm.server import (
-  WORKER,
-  WORKER_MODULE,
-  check_transfer,
-)
+from jaxrl_llm.rollout.vllm.server import WORKER, WORKER_MODULE, check_transfer
 from jaxrl_llm.weights.checksums import Slice
 
 SENDER = pathlib.Path(__file__).with_name('sender.py')

@@ -10,8 +10,8 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.rollout.api import Request
 from jaxrl_llm.rollout.vllm.config import VllmConfig
 from jaxrl_llm.rollout.vllm.dispatch import Dispatcher
-from jaxrl_llm.rollout.vllm.prefixes import RecentPrompts, prefixes
 from jaxrl_llm.rollout.vllm.replica import Replica
+from jaxrl_llm.rollout.vllm.workload import RecentPrompts, prefixes
 
 
 def servers(*lengths):
@@ -44,12 +44,12 @@ def test_the_server_with_the_fewest_outstanding_tokens_is_chosen():
     short = [await queue.acquire(asking(range(10), 20)) for _ in range(5)]
     assert long.replica is first
     assert [each.replica for each in short] == [second] * 4 + [first]
-    assert (first.outstanding, second.outstanding) == (130, 120)
+    assert (first.workload.outstanding, second.workload.outstanding) == (130, 120)
     queue.release(long)
     assert (await queue.acquire(asking(range(10), 20))).replica is first
     for each in short:
       queue.release(each)
-    assert (first.outstanding, second.outstanding) == (30, 0)
+    assert (first.workload.outstanding, second.workload.outstanding) == (30, 0)
 
   asyncio.run(main())
 
@@ -64,9 +64,9 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing_outstanding()
     queue.release(taken)
     waiting[0].cancel()  # It has a place by now, but has not yet been told.
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert waiting[0].cancelled() and only.in_flight == 1 and only.outstanding == 30
+    assert waiting[0].cancelled() and only.in_flight == 1 and only.workload.outstanding == 30
     queue.release(waiting[1].result())
-    assert only.in_flight == only.outstanding == 0
+    assert only.in_flight == only.workload.outstanding == 0
 
   asyncio.run(main())
 
@@ -82,7 +82,7 @@ def test_samples_of_a_group_go_where_their_prompt_is_cached_and_loads_stay_even(
         assignment = await queue.acquire(asking(drawn(512, seed=group), 256))
         places[group].add(assignment.replica)
     prefills = sum(len(where) for where in places.values())
-    loads = [each.outstanding for each in replicas]
+    loads = [each.workload.outstanding for each in replicas]
     assert max(loads) <= min(loads) * 1.1 + 768 + 512
     if rule == 'least_tokens':
       assert prefills < 64
@@ -120,7 +120,7 @@ def test_prefixes_are_remembered_until_the_cache_is_cleared_or_others_have_come(
   assert prefixes(tuple(prompt[:15])) == []
   recent.clear()
   assert recent.shared(prefixes(tuple(prompt))) == 0
-  monkeypatch.setattr('jaxrl_llm.rollout.vllm.prefixes._REMEMBERED', 10)
+  monkeypatch.setattr('jaxrl_llm.rollout.vllm.workload._REMEMBERED', 10)
   recent.add(prefixes(tuple(prompt)))
   for seed in range(2, 5):
     recent.add(prefixes(tuple(drawn(100, seed))))

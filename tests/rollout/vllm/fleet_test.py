@@ -64,9 +64,9 @@ from jaxrl_llm.rollout.repetition import RepetitionDetection
 from jaxrl_llm.rollout.vllm import repairs
 from jaxrl_llm.rollout.vllm.client import VllmClient, sampler_seed
 from jaxrl_llm.rollout.vllm.config import VllmConfig
-from jaxrl_llm.rollout.vllm.prefixes import prefixes
 from jaxrl_llm.rollout.vllm.publication import FILE
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState
+from jaxrl_llm.rollout.vllm.workload import prefixes
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +201,7 @@ def test_short_and_long_sequences_go_to_different_servers(tmp_path):
       assert not asking.done()
       await long.restart()
       check(many, await asking)
-      assert all(each.outstanding == 0 for each in fleet.replicas)
+      assert all(each.workload.outstanding == 0 for each in fleet.replicas)
 
   run(main)
 
@@ -212,9 +212,9 @@ def test_a_version_forgets_the_prompts_of_the_one_before(tmp_path):
       (replica,) = fleet.replicas
       prompt = tuple(range(20))
       await ask(fleet, dataclasses.replace(request(0, max_tokens=8), prompt=prompt))
-      assert replica.recent.shared(prefixes(prompt)) == 20
+      assert replica.workload.recent.shared(prefixes(prompt)) == 20
       await fleet.load(weights(B))
-      assert replica.recent.shared(prefixes(prompt)) == 0
+      assert replica.workload.recent.shared(prefixes(prompt)) == 0
 
   run(main)
 

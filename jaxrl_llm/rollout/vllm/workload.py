@@ -1,10 +1,11 @@
-"""Prompts that a server has received, by which requests are dispatched to a server whose prefix
-cache contains the beginning of their prompt.
+"""Workload of a server, and the prompts that it has received. Requests are dispatched by both,
+because a server whose prefix cache contains the beginning of a prompt has less work with it.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 
 _SHORTEST = 16
@@ -55,3 +56,17 @@ class RecentPrompts:
 
   def clear(self) -> None:
     self._prefixes.clear()
+
+
+@dataclasses.dataclass
+class Workload:
+  """Requests that a fleet has dispatched to a server, each for one sample."""
+
+  assigned: int = 0
+  """Number of requests since the last publication."""
+  outstanding: int = 0
+  """Number of tokens of the requests in flight: each counts with its maximum length, without the
+  part of its prompt that was probably cached.
+  """
+  recent: RecentPrompts = dataclasses.field(default_factory=RecentPrompts)
+  """Prompts of the requests since the server's cache was cleared."""
