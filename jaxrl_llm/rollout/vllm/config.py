@@ -187,6 +187,15 @@ class VllmConfig:
   """
 
   def __post_init__(self):
+    self._check_numbers()
+    self._check_servers()
+    self._check_lengths()
+    self._check_transfer()
+    if self.feed == 'devices':
+      self._check_feed()
+    self._check_args()
+
+  def _check_numbers(self) -> None:
     for name in ('servers', 'max_in_flight', 'cpu_cache_gib', 'full_every'):
       if getattr(self, name) < 1:
         raise UserError(f'rollout.vllm.{name}: {getattr(self, name)}, wanted at least 1')
@@ -197,6 +206,8 @@ class VllmConfig:
       raise UserError(f'rollout.vllm.probe_tolerance: {self.probe_tolerance:g}, wanted at least 0')
     if self.stream is not None and self.stream < 1:
       raise UserError(f'rollout.vllm.stream: {self.stream}, wanted at least 1, or None for off')
+
+  def _check_servers(self) -> None:
     if self.discover is not None and (self.discover < 1 or self.addresses):
       raise UserError(
         f'rollout.vllm.discover: {self.discover}, with {len(self.addresses)} addresses; wanted at '
@@ -207,7 +218,16 @@ class VllmConfig:
         f'rollout.vllm.devices: {len(self.devices)} entries, wanted one for each of the '
         f'servers={self.servers}'
       )
-    self._check_lengths()
+    elsewhere = next((a for a in self.addresses if _is_elsewhere(a)), None)
+    if elsewhere is not None and self.transfer == 'files' and self.publish_dir is None:
+      raise UserError(
+        f'rollout.vllm.addresses: {elsewhere} reads published weights as files, which by default '
+        "lie in this host's shared memory; name a directory that both hosts see in "
+        'rollout.vllm.publish_dir (/dev/shm if the server is on this host), or set '
+        'rollout.vllm.transfer=pull or nccl'
+      )
+
+  def _check_transfer(self) -> None:
     if self.transfer == 'ipc' and self.attached:
       raise UserError(
         "rollout.vllm.transfer: 'ipc' shares a GPU's memory with owned servers, but "
@@ -241,8 +261,8 @@ class VllmConfig:
         f'rollout.vllm.sender_device: {self.sender_device} is a GPU of rollout.vllm.devices too, '
         'and NCCL refuses two processes of a group on one GPU; name another'
       )
-    if self.feed == 'devices':
-      self._check_feed()
+
+  def _check_args(self) -> None:
     for name in self.args:
       if name.replace('-', '_') in _OURS:
         raise UserError(
@@ -254,14 +274,6 @@ class VllmConfig:
           f'rollout.vllm.args: {name} is {one_line(self.args[name], 20)}, wanted 1: a worker that '
           'holds only some of the layers cannot be given weights; use tensor_parallel_size'
         )
-    elsewhere = next((a for a in self.addresses if _is_elsewhere(a)), None)
-    if elsewhere is not None and self.transfer == 'files' and self.publish_dir is None:
-      raise UserError(
-        f'rollout.vllm.addresses: {elsewhere} reads published weights as files, which by default '
-        "lie in this host's shared memory; name a directory that both hosts see in "
-        'rollout.vllm.publish_dir (/dev/shm if the server is on this host), or set '
-        'rollout.vllm.transfer=pull or nccl'
-      )
 
   def _check_feed(self) -> None:
     """Raises UserError if the trainer's GPU cannot be the origin of the weights."""

@@ -92,6 +92,19 @@ def test_samples_of_a_group_go_where_their_prompt_is_cached_and_loads_stay_even(
   asyncio.run(main())
 
 
+def test_samples_of_a_single_prompt_occupy_all_servers():
+  async def main():
+    replicas = servers(*[4096] * 4)
+    queue = dispatcher(replicas)
+    asked = asking(drawn(512), 256)
+    for _ in range(40):
+      await queue.acquire(asked)
+    loads = [each.workload.outstanding for each in replicas]
+    assert min(loads) > 0 and max(loads) <= min(loads) * 1.1 + 2 * 768
+
+  asyncio.run(main())
+
+
 def test_a_turn_goes_where_the_turns_before_it_were_sampled():
   async def main():
     replicas = servers(*[4096] * 3)
