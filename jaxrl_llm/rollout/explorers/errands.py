@@ -90,12 +90,7 @@ class Errands:
     if nonce not in self._states:
       self._refuse('unknown', f'a completion for {nonce!r}, for which nobody has asked')
     if self._is_open(nonce):
-      # If the explorer's connection breaks, this call is cancelled. The parts are accepted
-      # nevertheless, because the explorer's next delivery of them will be ignored.
-      accepting = asyncio.create_task(self._accept(self._open[nonce], delivery))
-      # Without this, asyncio would log an exception that nobody awaits.
-      accepting.add_done_callback(lambda done: done.cancelled() or done.exception())
-      await asyncio.shield(accepting)
+      await self._accept(self._open[nonce], delivery)
     else:
       self._ignore(nonce)
     return self._is_open(nonce)

@@ -54,8 +54,8 @@ the crew's event loop. If it returns a refusal, it has sent nothing.
 
 class Receiver:
   """HTTP application that receives messages, and passes them on to the event loop in which the
-  receiver was created. If an explorer disconnects, the function that answers it is cancelled. If
-  that function is cancelled in the crew's event loop, the explorer's connection is closed.
+  receiver was created. If an explorer disconnects, the function that answers it in that loop is
+  cancelled. If that function is cancelled in the loop, the explorer's connection is closed.
   """
 
   def __init__(
@@ -69,7 +69,8 @@ class Receiver:
       answers: functions that answer messages with one value, keyed by path. They are called in the
         crew's event loop.
       streams: functions that answer messages with a stream of values, keyed by path.
-      local: like `answers`, but called in the receiver's event loop.
+      local: like `answers`, but called in the receiver's event loop, and not cancelled if the
+        explorer disconnects.
     """
     self._crew, self._local = asyncio.get_running_loop(), local or {}
     self._answers, self._streams = answers, streams
@@ -85,7 +86,9 @@ class Receiver:
     except ValueError as error:
       return _malformed(request, error)
     if (answer := self._local.get(request.path)) is not None:
-      return _response(await answer(*message))
+      # If the connection breaks, what has arrived is accepted nevertheless. The explorer's next
+      # delivery of it will be ignored. An explorer does not avoid its eviction by disconnecting.
+      return _response(await asyncio.shield(answer(*message)))
     return _response(await background.run_in(self._crew, self._answers[request.path](*message)))
 
   async def _stream(self, request: web.Request) -> web.StreamResponse:

@@ -5,6 +5,7 @@ import dataclasses
 import re
 import socket
 import threading
+import time
 
 import aiohttp
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from clocks import LOOP_CLOCK, simulated
 from crews import TOKEN, Setting
 from exploring import make_tasks
+from fleets import until
 from serving import children_of
 
 from jaxrl_llm.core.errors import RunError, UserError
@@ -27,7 +29,7 @@ from jaxrl_llm.rollout.explorers import crew, wire
 from jaxrl_llm.rollout.explorers import explorer as exploring
 from jaxrl_llm.rollout.explorers.crew import ExplorersConfig
 from jaxrl_llm.rollout.explorers.explorer import Evicted, Link, explore
-from jaxrl_llm.rollout.explorers.wire import pack, request_row
+from jaxrl_llm.rollout.explorers.wire import Delivery, pack, request_row
 from jaxrl_llm.rollout.workflow import SingleTurn, WorkflowConfig
 
 REQUEST = Request(
@@ -39,6 +41,12 @@ REQUEST = Request(
 def _clock_of_the_loop(monkeypatch):
   for module in ('crew', 'leases'):
     monkeypatch.setattr(f'jaxrl_llm.rollout.explorers.{module}.time', LOOP_CLOCK)
+
+
+def posted(path, body):
+  """The bytes of a request."""
+  head = f'POST {path} HTTP/1.1\r\nHost: master\r\nContent-Length: {len(body)}\r\n\r\n'
+  return head.encode() + body
 
 
 def test_the_samples_are_those_of_the_workflow_in_the_master(tmp_path):
@@ -258,10 +266,7 @@ def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
       body = pack({**dying.sender, 'lease': order['lease'], 'request': request_row(request)})
       with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(setting.crew.address.removeprefix('unix:'))
-        head = (
-          f'POST {wire.GENERATE} HTTP/1.1\r\nHost: master\r\nContent-Length: {len(body)}\r\n\r\n'
-        )
-        connection.sendall(head.encode() + body)
+        connection.sendall(posted(wire.GENERATE, body))
         await asyncio.sleep(0.2)
       answered.set()
       await asyncio.sleep(0.2)
@@ -270,6 +275,30 @@ def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
       await dying.close()
 
   simulated(check())
+
+
+@pytest.mark.parametrize('path', [wire.DELIVER, wire.SAMPLE])
+def test_an_explorer_that_misbehaves_and_disconnects_is_evicted(tmp_path, path):
+  """Also if the crew's event loop is busy meanwhile."""
+
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      await setting.dismiss('a')
+      wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
+      rogue = setting.link('rogue')
+      order = await rogue.call(wire.TAKE)
+      fields = {'lease': order['lease'], 'steps': [b''], **Delivery('unknown')._asdict()}
+      with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(setting.crew.address.removeprefix('unix:'))
+        connection.sendall(posted(path, pack({**rogue.sender, **fields})))
+        time.sleep(0.2)  # The message is read in another thread.
+      time.sleep(0.2)
+      await until(lambda: setting.crew.counts['evicted'])
+      setting.come('b')
+      assert len(await wanted) == 3 and setting.crew.counts['lost'] == 1
+      await rogue.close()
+
+  asyncio.run(check())  # Messages are received in another thread.
 
 
 def test_a_workflow_that_forgets_a_sample_is_told(tmp_path):

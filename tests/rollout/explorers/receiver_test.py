@@ -81,6 +81,29 @@ def test_a_local_answer_is_given_in_the_receivers_thread():
   assert answering == ['messages'] * 2
 
 
+def test_a_local_answer_goes_on_if_its_explorer_disconnects():
+  begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+  async def answer(sender, body):
+    begun.set()
+    while not goes_on.is_set():
+      await asyncio.sleep(0.01)
+    ended.set()
+    return Reply()
+
+  async def check():
+    async with linked(local={DELIVERED: answer}) as link:
+      calling = asyncio.create_task(link.call(DELIVERED))
+      assert await asyncio.to_thread(begun.wait, 30)
+      calling.cancel()
+      await asyncio.wait([calling])
+      await asyncio.sleep(0.2)
+      goes_on.set()
+      assert await asyncio.to_thread(ended.wait, 30)
+
+  asyncio.run(check())
+
+
 def test_both_kinds_of_messages_can_be_refused():
   async def refuse(sender, body, *_):
     return Reply(status=body['status'], error='no')
