@@ -103,7 +103,6 @@ class Tokenizer:
     self._table = fast.backend_tokenizer
     self._table.no_truncation()
     self._table.no_padding()
-    self._table.encode_special_tokens = fast.split_special_tokens
     self._files = files
     self._name = name
     self.vocab_size: int = len(fast)

@@ -166,6 +166,44 @@ def test_saved_directory_is_the_same_tokenizer_in_transformers(built, tmp_path, 
     ) == tokenizer.decode(tokenizer.render_prompt(CHAT))
 
 
+@pytest.mark.parametrize(
+  'stored',
+  [
+    {},
+    {
+      'truncation': {'max_length': 3, 'stride': 0, 'strategy': 'LongestFirst', 'direction': 'Right'}
+    },
+    {
+      'padding': {
+        'strategy': {'Fixed': 64},
+        'direction': 'Left',
+        'pad_to_multiple_of': None,
+        'pad_id': 0,
+        'pad_type_id': 0,
+        'pad_token': '<pad>',
+      }
+    },
+  ],
+  ids=['nothing', 'truncation', 'padding'],
+)
+@pytest.mark.parametrize(
+  'settings', [{}, {'split_special_tokens': True}, {'clean_up_tokenization_spaces': True}], ids=str
+)
+def test_texts_and_tokens_are_whole_whatever_settings_a_tokenizer_stores(
+  built, tmp_path, stored, settings
+):
+  built['bpe', 'chatml'][0].save(tmp_path)
+  change_json(tmp_path / 'tokenizer.json', **stored)
+  change_json(tmp_path / 'tokenizer_config.json', **settings)
+  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+  tokenizer = Tokenizer.from_directory(tmp_path)
+  text = "the cat , isn't .<|im_end|>"
+  ids = theirs.encode(text, add_special_tokens=False)
+  assert len(ids) > 3 and ids[-1] != tokenizer.pad_id
+  assert tokenizer.encode(text) == ids
+  assert tokenizer.decode(ids, skip_special=False) == text
+
+
 def test_building_and_saving_are_deterministic(built, tmp_path):
   for (kind, template), (tokenizer, path) in built.items():
     build(kind, template, tmp_path / kind / template)
