@@ -45,17 +45,15 @@ class Recording:
 
   def __init__(self, prompt: Sequence[int]):
     self.turns, self.finish, self._prompt_len = 0, Finish.STOP, len(prompt)
-    self._length = len(prompt)
     self._tokens: list[np.ndarray] = [np.asarray(prompt, np.int32)]
-    self._ids: list[int] = []
-    """Tokens of the first `_listed` parts, for `tokens`."""
-    self._listed = 0
+    self._ids: list[int] = self._tokens[0].tolist()
+    """The tokens of all parts, for `tokens`."""
     self._roles: list[Role] = [Role.PROMPT]
     self._logprobs: list[np.ndarray] = [np.zeros(len(prompt), np.float32)]
     self._segments: list[Segment] = []
 
   def __len__(self) -> int:
-    return self._length
+    return len(self._ids)
 
   @property
   def response_len(self) -> int:
@@ -64,9 +62,6 @@ class Recording:
 
   @property
   def tokens(self) -> tuple[int, ...]:
-    for part in self._tokens[self._listed :]:
-      self._ids += part.tolist()
-    self._listed = len(self._tokens)
     return tuple(self._ids)
 
   def observe(self, tokens: Sequence[int]) -> None:
@@ -114,7 +109,7 @@ class Recording:
   def _append(
     self, tokens: Int32[np.ndarray, 'time'], logprobs: Float32[np.ndarray, 'time'], role: Role
   ) -> None:
-    self._length += len(tokens)
+    self._ids += tokens.tolist()
     self._tokens.append(tokens)
     self._logprobs.append(logprobs)
     self._roles.append(role)
