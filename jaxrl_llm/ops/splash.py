@@ -186,7 +186,8 @@ def skipping_segments(kernel: Any, ids: Any, block: int) -> Any:
       logging.WARNING,
       'splash attention: JAX %s lists the blocks to visit in an unknown way; blocks of other '
       'segments are computed, too, with the same results',
-      *(1, jax.__version__),
+      1,
+      jax.__version__,
     )
     return kernel
   common = _in_common(*(_spans(x, block) for x in ids))
