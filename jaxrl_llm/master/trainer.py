@@ -19,6 +19,7 @@ from absl import logging
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Shaped
 
+from jaxrl_llm.batching.chunks import Chunks
 from jaxrl_llm.batching.plan import Shape, StepPlan, units_of
 from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.types import Params
@@ -330,23 +331,32 @@ class StageTrainer:
     if 'proximal_logprobs' in passed:
       with self._stopwatch.timed('old_log_prob'):
         params = learned.whole(learned.policy.params)
-        logprobs = await self._device.run(self._score, params, chunks, packed.used)
+        logprobs = await self._forward(self._score, params, chunks, packed)
         chunks = chunks.replace(proximal_logprobs=logprobs)
     if 'reference_logprobs' in passed:
       with self._stopwatch.timed('ref'):
         logprobs = chunks.proximal_logprobs
         if not self._own_reference:
-          logprobs = await self._device.run(
-            self._score, learned.whole(learned.reference), chunks, packed.used
-          )
+          reference = learned.whole(learned.reference)
+          logprobs = await self._forward(self._score, reference, chunks, packed)
         chunks = chunks.replace(reference_logprobs=logprobs)
     if 'values' in passed:
       with self._stopwatch.timed('values'):
-        values = await self._device.run(self._value, learned.critic.params, chunks, packed.used)
+        values = await self._forward(self._value, learned.critic.params, chunks, packed)
         if self._bootstraps:
           values, next_values = values
         chunks = chunks.replace(values=values)
     return packed._replace(chunks=chunks), next_values
+
+  async def _forward(
+    self, program: Score | Value, params: Params, chunks: Chunks, packed: PackedStep
+  ) -> Any:
+    """Runs a forward pass on one optimizer step's rows, and waits until it has ended: the caller
+    measures its time, and few programs may be in flight (`DeviceThread`).
+    """
+    return await self._device.run(
+      lambda: jax.block_until_ready(program(params, chunks, packed.used))
+    )
 
   def _column(
     self,

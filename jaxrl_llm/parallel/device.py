@@ -37,6 +37,11 @@ class PeerFailed(RunError):
 class DeviceThread:
   """Runs device work in the order of submission. All processes submit collectives in the same
   order, so the collectives of different processes match.
+
+  Work that dispatches many programs must wait for earlier ones, so that fewer than 32 are in
+  flight. That is the limit of a CPU device. If a process has several CPU devices and the programs
+  contain collectives, JAX 0.10 can deadlock at this limit, though 0.12 does not: the threads that
+  could run a program wait to dispatch another one.
   """
 
   def __init__(self, *, deadline_s: float = CoordinationConfig.device_s):

@@ -48,6 +48,8 @@ and an eighth of one of 32-bit elements.
 """
 _SMALL = 4096
 """Number of elements up to which all elements of a shard may change."""
+_BEGUN = 8
+"""Maximum number of comparisons in flight; see `DeviceThread`."""
 _FEWEST = 64
 """Smallest number of changes of a shard for which a transfer has room. Larger numbers are rounded
 up to `_FEWEST` times a power of two, so that few programs are compiled.
@@ -84,6 +86,8 @@ class DeviceImage:
     self._gatherer, self._whole = gatherer, gatherer.of_bits()
     self._bits: dict[str, jax.Array] = {}
     """Bits of each array as unsigned integers, keyed by name in the tree of the parameters."""
+    self._begun: collections.deque[jax.Array] = collections.deque()
+    """Counts of the newest comparisons, which may not have ended."""
     self._homes: list[Sharding] = []
     """Shardings on the devices of the arrays in `_bits`."""
     self.copied_bytes = 0
@@ -242,11 +246,14 @@ class DeviceImage:
     name = stacked_name(tensor.name) if cut.stacked else tensor.name
     if name not in self._bits:
       self._bits[name] = self._zeros(tensor.inputs[0], cut)
+    if len(self._begun) == _BEGUN:
+      jax.block_until_ready(self._begun.popleft())
     program = self._comparing(cut)
     layer = np.int32(tensor.layer or 0)
     self._bits[name], *collected = program(tensor.inputs, self._bits[name], layer)
     compared = _Compared(*collected)
     compared.counts.copy_to_host_async()
+    self._begun.append(compared.counts)
     return compared
 
   def _zeros(self, leaf: Leaf, cut: Cut) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +162,40 @@ def test_each_process_gets_the_changes_of_its_share(axes, processes, monkeypatch
     calls[name.split()[0]] += count
   layers = max(sum(name.startswith('layers') for name in share) for share in shares)
   assert calls == {'compare': len(UNROLLED), 'send': layers + 2}
+
+
+def test_few_comparisons_are_in_flight():
+  """With 32 programs in flight that contain collectives, XLA could deadlock (JAX 0.10)."""
+  mesh, shape = build_mesh(MeshConfig(**MIXED)), (64, 64)
+  place = sharding(mesh, ('mlp', 'embed'), shape)
+  array = jax.device_put(np.ones(shape, np.float32), place)
+  params = {f'layers/{i}/up/kernel': array for i in range(40)}
+  image = DeviceImage(Gatherer(mesh))
+  build, begun, in_flight = image._build_comparing, [], []
+
+  def slow(cut):
+    compare = build(cut)
+
+    @jax.jit
+    def compute(inputs, before, layer):
+      bits, counts, *collected = compare(inputs, before, layer)
+      product = jax.lax.fori_loop(0, 100, lambda _, x: x @ inputs[0], inputs[0])
+      return bits, counts + (product[0, 0] < 0), *collected
+
+    def counted(*args):
+      in_flight.append(sum(not counts.is_ready() for counts in begun))
+      compared = compute(*args)
+      begun.append(compared[1])
+      return compared
+
+    return counted
+
+  image._comparing = functools.cache(slow)
+  for step in range(2):
+    before = str(step - 1) if step else None
+    shares = image.share(unflatten(params), [set(params)], 0, before=before, token=str(step))
+    assert dict(shares).keys() == params.keys()
+  assert len(in_flight) == 80 and 0 < max(in_flight) <= 8
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
