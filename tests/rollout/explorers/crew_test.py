@@ -277,6 +277,29 @@ def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
   simulated(check())
 
 
+def test_a_sample_whose_lease_ends_while_it_is_checked_is_not_accepted(tmp_path):
+  async def check():
+    async with Setting(tmp_path, groups=1).running('a') as setting:
+      await setting.dismiss('a')
+      wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
+      slow = setting.link('slow')
+      order = await slow.call(wire.TAKE)
+      first, *_ = await setting.made(slow, order)
+      message = {**slow.sender, 'lease': order['lease'], 'steps': [encode(first)]}
+      with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(setting.crew.address.removeprefix('unix:'))
+        connection.sendall(posted(wire.SAMPLE, pack(message)))
+        time.sleep(0.3)  # Another thread checks the sample, which is not handed in yet.
+        await setting.crew._leases.give_up(slow.name, 'ended')
+        await until(lambda: setting.crew.counts['late'])
+      setting.come('b')
+      assert len(await wanted) == 3
+      assert setting.crew.counts == {'lost': 1, 'late': 1}
+      await slow.close()
+
+  asyncio.run(check())
+
+
 @pytest.mark.parametrize('path', [wire.DELIVER, wire.SAMPLE])
 def test_an_explorer_that_misbehaves_and_disconnects_is_evicted(tmp_path, path):
   """Also if the crew's event loop is busy meanwhile."""

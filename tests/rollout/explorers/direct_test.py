@@ -16,6 +16,7 @@ import serving
 from direct import SERVERS, TASK, Rogue, direct_crew, direct_fleet, rogue_crew
 from fleets import GENERATE, MODEL, places, until
 
+from jaxrl_llm.core import background
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.net.client import Lost
 from jaxrl_llm.core.net.tickets import TicketKeys
@@ -285,6 +286,43 @@ def test_a_delivery_that_comes_again_while_it_is_checked_is_ignored(is_forged):
     else:
       assert await fetching is completion
       assert counts == {'direct_repeated': 1, 'direct_delivered': 1}
+
+  direct.run(main)
+
+
+@pytest.mark.parametrize('is_sent', [True, False])
+def test_an_errand_ends_when_its_explorer_no_longer_asks(is_sent):
+  """The engine may go on with the request, as for partial rollouts, and must not wait until the
+  ticket expires. The errand has been sent to the explorer, or is about to begin in another thread.
+  """
+
+  async def endless():
+    await asyncio.Event().wait()
+    yield
+
+  async def add(*_):
+    raise AssertionError('nothing is delivered')
+
+  async def main():
+    goes_on, sent = threading.Event(), []
+    messages = background.messages()
+    courier = RequestCourier(Errands(collections.Counter()), sent.append, messages.loop)
+    if not is_sent:
+      messages.call_soon(goes_on.wait, 60)
+    fetching = asyncio.create_task(courier.fetch(errand_of(add)))
+    asking = asyncio.create_task(anext(courier.rows(endless())))
+    await asyncio.sleep(0)
+    await until(lambda: sent or not is_sent)
+    asking.cancel()
+    await asyncio.wait([asking])
+    goes_on.set()
+    async with asyncio.timeout(10):
+      with pytest.raises(Undelivered, match='no longer asks for it'):
+        await fetching
+      with pytest.raises(Undelivered, match='no longer asks for it'):
+        async with courier.place():
+          pass
+    assert len(sent) == is_sent
 
   direct.run(main)
 
