@@ -68,10 +68,10 @@ class AdapterFile:
     self.nbytes = nbytes
     self._writer, self._tensors = writer, {entry.hf: entry for entry in tensors}
     self._by_name: dict[str, list[TensorEntry]] = {}
+    """Tensors of each parameter, keyed by its name in the stacked and in the unrolled tree."""
     for entry in self._tensors.values():
       for name in {entry.path, entry.unrolled}:
         self._by_name.setdefault(name, []).append(entry)
-    """Tensors of each parameter, keyed by its name in the stacked and in the unrolled tree."""
     self._rows: collections.Counter[str] = collections.Counter()
     """Number of rows of each tensor that have arrived."""
 

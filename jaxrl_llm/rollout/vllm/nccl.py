@@ -288,15 +288,22 @@ class Group:
       time.sleep(_LOOK_S)
 
   def _release(self) -> None:
-    """Ends the running work, and frees the group, its stream and its memory."""
+    """Ends the running work, and frees the group, its stream and its memory. Failures are logged:
+    after an error of the GPU, all further calls of CUDA fail too.
+    """
     comm, stream, scratch = self._comm, self._stream, self._scratch
     self._comm, self._stream = ctypes.c_void_p(), ctypes.c_void_p()
     self._scratch = ctypes.c_uint64()
-    if stream:
-      self._libraries.driver('cuCtxSetCurrent', self._context)
-    if comm:  # First, so that no work is left that the others would wait for.
-      self._libraries.nccl('ncclCommAbort', comm)
-    if scratch:
-      self._libraries.driver('cuMemFree_v2', scratch)
-    if stream:
-      self._libraries.driver('cuStreamDestroy_v2', stream)
+    libraries = self._libraries
+    # The group comes first, so that no work is left that the others would wait for.
+    for used, call, name, argument in (
+      (stream, libraries.driver, 'cuCtxSetCurrent', self._context),
+      (comm, libraries.nccl, 'ncclCommAbort', comm),
+      (scratch, libraries.driver, 'cuMemFree_v2', scratch),
+      (stream, libraries.driver, 'cuStreamDestroy_v2', stream),
+    ):
+      if used:
+        try:
+          call(name, argument)
+        except GroupError as error:
+          logging.warning('the NCCL group was not freed completely: %s', error)

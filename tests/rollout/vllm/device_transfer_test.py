@@ -296,6 +296,21 @@ def test_an_update_that_fails_is_lost_and_the_group_is_aborted(how, tmp_path):
   asyncio.run(main())
 
 
+def test_an_update_is_lost_even_if_its_group_cannot_be_freed(tmp_path):
+  """After an error of a GPU, all calls of CUDA fail."""
+
+  async def main():
+    async with connected(tmp_path) as c:
+      # The server fails before anything is sent, so its failure ends the group.
+      c.server.faults.fault, c.server.faults.path = Fault.INTERNAL_ERROR, START
+      c.libraries.faults |= dict.fromkeys(('_abort', '_free', '_nothing'), 5)
+      with pytest.raises(Lost, match='told to fail'):
+        await c.transfer.send(c.client, c.trainer.publish(1), deadline_s=60)
+      assert c.transfer._group is None
+
+  asyncio.run(main())
+
+
 def test_a_cancelled_update_aborts_the_group(tmp_path):
   async def main():
     async with connected(tmp_path) as c:
