@@ -166,12 +166,30 @@ def test_saved_directory_is_the_same_tokenizer_in_transformers(built, tmp_path, 
     ) == tokenizer.decode(tokenizer.render_prompt(CHAT))
 
 
+def preceding(token, number):
+  """A post-processor that puts a special token before a text."""
+  special = {'SpecialToken': {'id': token, 'type_id': 0}}
+  text, second = ({'Sequence': {'id': name, 'type_id': 0}} for name in 'AB')
+  return {
+    'type': 'TemplateProcessing',
+    'single': [special, text],
+    'pair': [special, text, second],
+    'special_tokens': {token: {'id': token, 'ids': [number], 'tokens': [token]}},
+  }
+
+
 @pytest.mark.parametrize(
   'stored',
   [
     {},
+    {'post_processor': preceding('<|im_start|>', 1)},
     {
-      'truncation': {'max_length': 3, 'stride': 0, 'strategy': 'LongestFirst', 'direction': 'Right'}
+      'truncation': {
+        'max_length': 3,
+        'stride': 0,
+        'strategy': 'LongestFirst',
+        'direction': 'Right',
+      }
     },
     {
       'padding': {
@@ -184,7 +202,7 @@ def test_saved_directory_is_the_same_tokenizer_in_transformers(built, tmp_path, 
       }
     },
   ],
-  ids=['nothing', 'truncation', 'padding'],
+  ids=['nothing', 'post-processor', 'truncation', 'padding'],
 )
 @pytest.mark.parametrize(
   'settings', [{}, {'split_special_tokens': True}, {'clean_up_tokenization_spaces': True}], ids=str
@@ -198,10 +216,17 @@ def test_texts_and_tokens_are_whole_whatever_settings_a_tokenizer_stores(
   theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
   tokenizer = Tokenizer.from_directory(tmp_path)
   text = "the cat , isn't .<|im_end|>"
-  ids = theirs.encode(text, add_special_tokens=False)
-  assert len(ids) > 3 and ids[-1] != tokenizer.pad_id
-  assert tokenizer.encode(text) == ids
-  assert tokenizer.decode(ids, skip_special=False) == text
+  for special in (False, True):
+    ids = theirs.encode(text, add_special_tokens=special)
+    assert tokenizer.encode(text, add_special_tokens=special) == ids
+  assert (len(ids) > len(tokenizer.encode(text))) == ('post_processor' in stored)
+  ids = tokenizer.encode(text)
+  for repeated in (1, 500):  # Many tokens are decoded in another way.
+    assert tokenizer.decode(ids * repeated, skip_special=False) == text * repeated
+    shown = theirs.decode(
+      ids * repeated, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    assert tokenizer.decode(ids * repeated) == shown
 
 
 def test_building_and_saving_are_deterministic(built, tmp_path):
