@@ -328,12 +328,12 @@ def test_a_cancelled_update_aborts_the_group(tmp_path):
 def test_a_group_that_cannot_be_formed_is_lost_or_refused(tmp_path):
   async def main():
     async with connected(tmp_path) as c:
-      c.server.faults.fault = Fault.INTERNAL_ERROR
-      c.server.faults.path = '/init_weight_transfer_engine'
+      c.server.faults.fault, c.server.faults.path = Fault.HANG, '/init_weight_transfer_engine'
       c.libraries.faults['_init'] = 2
       with pytest.raises(Lost, match='ncclCommInitRankConfig: stand-in error'):
         await c.transfer.connect(c.client)
       c.libraries.faults.clear()
+      c.server.faults.fault = Fault.INTERNAL_ERROR
       with pytest.raises(Lost, match='told to fail'):
         await c.transfer.connect(c.client)
       assert c.libraries.calls[-1] == ('abort',)
