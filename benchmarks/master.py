@@ -148,12 +148,23 @@ class Callbacks:
         run(handle)
         return
       self.count += 1
+      waits = waiting(handle)
       began = time.thread_time()
       run(handle)
       if (seconds := time.thread_time() - began) > self.seconds:
-        self.seconds, self.name = seconds, repr(handle)
+        self.seconds, self.name = seconds, f'{handle!r} {" > ".join(waits)}'
 
     asyncio.events.Handle._run = timed
+
+
+def waiting(handle: asyncio.Handle) -> list[str]:
+  """Returns the function and line of each coroutine that the callback resumes, outermost first."""
+  task, waits = getattr(handle._callback, '__self__', None), []
+  coroutine = task.get_coro() if isinstance(task, asyncio.Task) else None
+  while (frame := getattr(coroutine, 'cr_frame', None)) is not None:
+    waits.append(f'{frame.f_code.co_qualname}:{frame.f_lineno}')
+    coroutine = coroutine.cr_await
+  return waits
 
 
 @functools.cache
