@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.core.errors import one_line
@@ -171,13 +171,21 @@ def read_message(where: str, item: Json) -> ChatMessage:
 
 
 def same_message(first: ChatMessage, second: ChatMessage) -> bool:
-  """Returns whether two messages have the same content. In assistant messages, surrounding white
-  space, ids of tool calls and additional keys are ignored, because agents rebuild these messages
-  from earlier responses.
+  """Returns whether two messages have the same content. Assistant messages have the same content if
+  they have the same `answer_key`.
   """
   if first['role'] == second['role'] == 'assistant':
-    return _said(first) == _said(second)
+    return answer_key(first) == answer_key(second)
   return first == second
+
+
+def answer_key(message: ChatMessage) -> Hashable:
+  """Returns the text and the tool calls of an assistant message as a key of dictionaries. The key
+  does not depend on surrounding white space, ids of tool calls and additional keys, because agents
+  rebuild these messages from earlier responses.
+  """
+  calls = [call['function'] for call in message.get('tool_calls', [])]
+  return message.get('content', '').strip(), _frozen(calls)
 
 
 def completion(answer: Answer, request: ChatRequest) -> dict[str, Json]:
@@ -223,9 +231,11 @@ def _says(message: Mapping[str, Json]) -> bool:
   return bool(message.get('tool_calls')) or any(str(text or '').strip() for text in texts)
 
 
-def _said(message: ChatMessage) -> tuple[Json, ...]:
-  calls = [call['function'] for call in message.get('tool_calls', [])]
-  return message.get('content', '').strip(), calls
+def _frozen(value: Json) -> Hashable:
+  """Returns a hashable value. Results are equal if and only if the given values are."""
+  if isinstance(value, Mapping):
+    return frozenset((key, _frozen(item)) for key, item in value.items())
+  return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _read_call(call: Mapping[str, Json]) -> dict[str, Json]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Literal, NamedTuple
 
 from jaxrl_llm.core.errors import RunError, UserError, one_line
@@ -24,6 +24,7 @@ from jaxrl_llm.rollout.agents.chat import (
   Answer,
   ChatRequest,
   MessageReader,
+  answer_key,
   read_message,
   read_request,
   same_message,
@@ -105,8 +106,8 @@ class Session:
     """Messages of the request of the last call."""
     self._said: list[_Message] = []
     """Conversation of the last call, including the response."""
-    self._answers: list[_Message] = []
-    """All responses of the session so far."""
+    self._answers: dict[Hashable, _Message] = {}
+    """All responses of the session so far, keyed by `answer_key`. Of equal ones, the last."""
     self._in_flight, self._turns = 0, asyncio.Lock()
     self._acting: asyncio.Task[Turn] | None = None
     self._error: BaseException | None = None
@@ -138,8 +139,9 @@ class Session:
     self._episode.count(CALLS)
     answer = self._answer(request, turn)
     sampled = {'role': 'assistant', 'content': turn.text}
-    self._answers.append(_Message(read_message('answer', answer.message), sampled))
-    self._asked, self._said = request.messages, [*said, self._answers[-1]]
+    response = _Message(read_message('answer', answer.message), sampled)
+    self._answers[answer_key(response.agent)] = response
+    self._asked, self._said = request.messages, [*said, response]
     return answer
 
   def _recognised(self, messages: tuple[ChatMessage, ...]) -> list[_Message]:
@@ -155,10 +157,8 @@ class Session:
     """Returns message `index` of a request, which may repeat a message of the last call."""
     if index < len(self._said) and same_message(self._said[index].agent, message):
       return self._said[index]
-    for answer in reversed(self._answers) if message['role'] == 'assistant' else ():
-      if same_message(answer.agent, message):
-        return answer
-    return _Message(message, message)
+    answer = self._answers.get(answer_key(message)) if message['role'] == 'assistant' else None
+    return answer or _Message(message, message)
 
   def reward(self, body: Mapping[str, Json]) -> None:
     """Adds a reward for the policy's last turn. Raises Refusal if the reward is malformed, if there

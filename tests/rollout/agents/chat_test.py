@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jaxrl_llm.core.net.server import Refusal
-from jaxrl_llm.rollout.agents.chat import MessageReader
+from jaxrl_llm.rollout.agents.chat import MessageReader, same_message
 
 
 def call(uid, name):
@@ -62,3 +62,32 @@ def test_tool_results_are_named_after_the_calls_of_their_own_history(changed):
   history = [{'role': 'user', 'content': 'a'}] if changed else first
   named = reader([*history, result('x'), result('x')])
   assert [message.get('name') for message in named[1:]] == [None if changed else 'add'] * 2
+
+
+@pytest.mark.parametrize(
+  ('content', 'arguments', 'same'),
+  [
+    ('a', '{"x": 1, "y": [{"z": null}, "b"]}', True),
+    (' a\n', '{"y": [{"z": null}, "b"], "x": 1.0}', True),
+    ('b', '{"x": 1, "y": [{"z": null}, "b"]}', False),
+    ('a', '{"x": 1, "y": ["b", {"z": null}]}', False),
+    ('a', '{"x": 1, "y": [[["z", null]], "b"]}', False),
+    ('a', '{"x": 2, "y": [{"z": null}, "b"]}', False),
+    ('a', '{"x": 1}', False),
+    ('a', 'x', False),
+  ],
+)
+def test_answers_are_the_same_if_text_and_calls_are(content, arguments, same):
+  def answer(content, uid, arguments):
+    function = {'name': 'f', 'arguments': arguments}
+    return {
+      'role': 'assistant',
+      'content': content,
+      'tool_calls': [dict(id=uid, function=function)],
+    }
+
+  messages = [
+    answer('a', 'u', '{"x": 1, "y": [{"z": null}, "b"]}'),
+    answer(content, 'v', arguments) | {'name': 'n'},
+  ]
+  assert same_message(*MessageReader()(messages)) == same

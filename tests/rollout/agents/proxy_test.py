@@ -324,6 +324,19 @@ def test_an_edited_history_starts_a_step_in_which_earlier_turns_are_only_read(ch
   assert second.tokens[: second.prompt_len].tolist() == chat.encode(prompt)
 
 
+def test_turns_are_recognised_at_other_places_of_an_edited_history(chat):
+  async def check():
+    async with opened(chat, f'ab {CALL}$', 'c$', max_steps=2) as agent:
+      answer, _ = await agent.say(USER, tools=[TOOL])
+      result = {'role': 'tool', 'tool_call_id': answer['tool_calls'][0]['id'], 'content': 'd'}
+      await agent.say({'role': 'user', 'content': 'g'}, USER, answer, result, tools=[TOOL])
+      return agent.episode.end().steps
+
+  (second,) = asyncio.run(check())[1:]
+  prompt = chat.decode(second.tokens[: second.prompt_len].tolist(), skip_special=False)
+  assert f'<|im_start|>assistant\nab {CALL}<|im_end|>' in prompt
+
+
 def test_other_tools_than_before_start_a_step(chat):
   async def check():
     async with opened(chat, 'ab$', 'c$', max_steps=2) as agent:
