@@ -269,7 +269,7 @@ class Session:
         'rollout.workflow.options.parser'
       )
       raise Refusal(400, self.failure)
-    long = [f'stop={text!r}' for text in request.stop if not self._is_token(text)]
+    long = [f'stop={one_line(repr(text), 80)}' for text in request.stop if not self._is_token(text)]
     if asked := [*request.filters, *long]:
       self._check_filtered(', '.join(asked))
 

@@ -148,6 +148,7 @@ def test_a_stream_holds_the_answer_its_calls_and_its_usage(chat):
     ({'response_format': {'type': 'json_object'}}, 'response_format='),
     ({'tool_choice': 'required'}, 'tool_choice="required"'),
     ({'stop': ['abc']}, "stop='abc'"),
+    ({'stop': ['a' * 10**5]}, f"stop='{'a' * 78}…"),
   ],
 )
 def test_filtered_sampling_is_refused_ignored_or_not_trained_on(chat, asked, line):
