@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import exploring
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -326,6 +327,45 @@ def test_a_truncated_answer_ends_with_the_critics_value(folder):
   assert_column(done.batch, 'returns', wanted)
   assert_column(done.batch, 'values', lambda sample: values_of(critic, sample))
   assert done.passes == {'old_log_prob', 'values'}
+
+
+def test_passes_before_the_update_are_timed_to_their_ends(folder, monkeypatch):
+  stage, ended = stage_of(policy_gradient(PpoConfig(), SETTING)), []
+  with training(folder, stage) as made:
+    trainer, stopwatch = made._trainer, made._process.stopwatch
+    timed, results = stopwatch.timed, []
+
+    def slow(program):
+      @jax.jit
+      def compute(*args):
+        square = jnp.ones((256, 256)) / 256
+        product = jax.lax.fori_loop(0, 300, lambda _, x: x @ square, square)
+        return program(*args) + (product[0, 0] < 0)
+
+      def begin(*args):
+        results.append(compute(*args))
+        return results[-1]
+
+      return begin
+
+    @contextlib.contextmanager
+    def watched(name):
+      with timed(name):
+        yield
+        if name in ('old_log_prob', 'values'):
+          ended.append((name, results[-1].is_ready()))
+
+    async def main():
+      stop = asyncio.get_running_loop().create_future()
+      planner = Planner(seed=0, every_steps=100, every_minutes=1e6, stop=stop)
+      plan = await planner.close(stage, BEGIN, Rows(ROWS, ()))
+      await trainer.annotate(made.begin(), dataclasses.replace(plan, proximal=True))
+
+    monkeypatch.setattr(stopwatch, 'timed', watched)
+    for name in ('_score', '_value'):
+      monkeypatch.setattr(trainer, name, slow(getattr(trainer, name)))
+    asyncio.run(main())
+  assert ended == [('old_log_prob', True), ('values', True)]
 
 
 def assert_referred(batch, params):
