@@ -313,6 +313,30 @@ def test_on_tpus_the_kernels_gradient_is_summed_by_blocks_of_the_vocabulary(
   assert set(summed()) == {STATES[-1] * 256}
 
 
+@pytest.mark.parametrize(
+  ('platform', 'token_chunk', 'is_first'),
+  [
+    ('tpu', 12, True),
+    ('tpu', 48, True),
+    ('cuda', 12, False),
+    ('cuda', 48, True),
+    ('cpu', 48, False),
+  ],
+)
+def test_the_kernels_gradient_is_summed_before_that_of_the_states_is_used(
+  platform, token_chunk, is_first
+):
+  axes = dict(fsdp=4)
+  stored, used = (NamedSharding(mesh(axes), PartitionSpec(None, name)) for name in ('fsdp', None))
+  cut = dict(token_chunk=token_chunk, row_shards=4, shardings=KernelShardings(stored, used))
+  arguments = shapes(*STATES, WORDS)
+  program = jax.jit(value_and_gradients(**cut)).trace(*arguments)
+  lowered = program.lower(lowering_platforms=(platform,)).as_text()
+  barriers = re.findall(r'optimization_barrier .* : (.+)', lowered)
+  kernel = f'tensor<{WORDS}x{STATES[-1]}xf32>'
+  assert [kernel in types for types in barriers] == [True] * is_first
+
+
 @pytest.mark.parametrize('token_chunk', [12, 48])
 def test_parts_of_time_stay_where_they_are(token_chunk):
   axes, states = dict(data=2, sequence=4), ('data', 'sequence')
