@@ -568,18 +568,18 @@ class StageTrainer:
 
   def _refreshed(self, learned: Learned, done: int) -> Learned:
     """Updates the reference model if the algorithm's rule requires it after `done` completed
-    batches. Returns the learned state.
+    batches, and waits until the update has ended. Returns the learned state.
     """
     rule = self._stage.algorithm.reference
     if 'reference' not in self._stage.algorithm.reads:
       return learned
     if rule.ema is not None:
-      return learned._replace(
-        reference=_averaged(learned.reference, learned.policy.params, rule.ema), reference_step=done
-      )
+      averaged = _averaged(learned.reference, learned.policy.params, rule.ema)
+      return learned._replace(reference=jax.block_until_ready(averaged), reference_step=done)
     if rule.every is None or (done - self._stage.start) % rule.every:
       return learned
     kept = None if self._own_reference else copy_params(learned.policy.params)
+    jax.block_until_ready(kept)
     return learned._replace(reference=kept, reference_step=done)
 
   def _gather(self, array: Shaped[Array, '*shape']) -> Shaped[np.ndarray, '*shape']:

@@ -31,6 +31,7 @@ from jaxrl_llm.learner.policy_gradient import policy_gradient
 from jaxrl_llm.learner.policy_options import GrpoConfig, PpoConfig
 from jaxrl_llm.learner.preference import DpoConfig, dpo
 from jaxrl_llm.learner.state import Learned, abstract_state, init_state, place_params
+from jaxrl_llm.master import trainer as trainer_module
 from jaxrl_llm.master.batches import Planner
 from jaxrl_llm.master.evaluation import Evaluator
 from jaxrl_llm.master.keeper import Logs, RunKeeper, Start
@@ -172,6 +173,7 @@ class Training:
         before = own(state)
         batch = await self._trainer.annotate(state, plan)
         state, updated = await self._trainer.update(state, batch)
+        assert all(x.is_ready() for x in jax.tree.leaves((state.policy, state.reference)))
         passes = set(self._process.stopwatch.take()) & {'old_log_prob', 'ref', 'values', 'testing'}
         found.append(Done(batch, updated, passes, before, own(state)))
       return found
@@ -329,21 +331,27 @@ def test_a_truncated_answer_ends_with_the_critics_value(folder):
   assert done.passes == {'old_log_prob', 'values'}
 
 
+def slow(program):
+  """The program, which ends only some time after it has been dispatched."""
+
+  @jax.jit
+  def compute(*args):
+    square = jnp.ones((256, 256)) / 256
+    product = jax.lax.fori_loop(0, 300, lambda _, x: x @ square, square)
+    return jax.tree.map(lambda x: x + (product[0, 0] < 0), program(*args))
+
+  return compute
+
+
 def test_passes_before_the_update_are_timed_to_their_ends(folder, monkeypatch):
   stage, ended = stage_of(policy_gradient(PpoConfig(), SETTING)), []
   with training(folder, stage) as made:
     trainer, stopwatch = made._trainer, made._process.stopwatch
     timed, results = stopwatch.timed, []
 
-    def slow(program):
-      @jax.jit
-      def compute(*args):
-        square = jnp.ones((256, 256)) / 256
-        product = jax.lax.fori_loop(0, 300, lambda _, x: x @ square, square)
-        return program(*args) + (product[0, 0] < 0)
-
+    def watching(program):
       def begin(*args):
-        results.append(compute(*args))
+        results.append(program(*args))
         return results[-1]
 
       return begin
@@ -363,7 +371,7 @@ def test_passes_before_the_update_are_timed_to_their_ends(folder, monkeypatch):
 
     monkeypatch.setattr(stopwatch, 'timed', watched)
     for name in ('_score', '_value'):
-      monkeypatch.setattr(trainer, name, slow(getattr(trainer, name)))
+      monkeypatch.setattr(trainer, name, watching(slow(getattr(trainer, name))))
     asyncio.run(main())
   assert ended == [('old_log_prob', True), ('values', True)]
 
@@ -481,7 +489,8 @@ def adam_of(learned):
   return of_optimizer(learned, optax.ScaleByAdamState)
 
 
-def test_an_averaged_reference_and_an_optimizer_that_starts_afresh(folder):
+def test_an_averaged_reference_and_an_optimizer_that_starts_afresh(folder, monkeypatch):
+  monkeypatch.setattr(trainer_module, '_averaged', slow(trainer_module._averaged))
   config = OpmdConfig(reference=ReferenceRule(ema=0.75))
   stage = stage_of(
     opmd(config, SETTING), optimizer=OptimizerConfig(peak_lr=0.05, schedule='linear')
