@@ -42,6 +42,10 @@ from jaxrl_llm.rollout.episodes.tool_calls import Parser, ToolCall
 
 CALLS, REFUSED = 'agent_calls', 'agent_refused'
 """Names of two counts of an episode: calls to the policy, and refused requests."""
+_MAX_REFUSED = 100_000
+"""Number of refused requests that a session counts. Episodes may have several sessions, and a count
+above `MAX_REWARD` would end the run.
+"""
 _LIMITS = {
   Finish.LENGTH: ('context_length_exceeded', 'of tokens (rollout.max_response_length)'),
   Finish.STEPS: ('too_many_steps', 'of conversations (rollout.max_steps)'),
@@ -108,7 +112,7 @@ class Session:
     """Conversation of the last call, including the response."""
     self._answers: dict[Hashable, _Message] = {}
     """All responses of the session so far, keyed by `answer_key`. Of equal ones, the last."""
-    self._in_flight, self._turns = 0, asyncio.Lock()
+    self._refused, self._in_flight, self._turns = 0, 0, asyncio.Lock()
     self._acting: asyncio.Task[Turn] | None = None
     self._error: BaseException | None = None
     self._is_closed = False
@@ -123,7 +127,8 @@ class Session:
         self._check_able()
         return request, await self._answered(request)
     except Refusal:
-      if not self._is_closed:
+      if not self._is_closed and self._refused < _MAX_REFUSED:
+        self._refused += 1
         self._episode.count(REFUSED)
       raise
     except Exception as error:  # `close` raises the error in the task that plays the episode.

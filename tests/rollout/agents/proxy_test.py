@@ -13,6 +13,7 @@ from jaxrl_llm.core.errors import RunError
 from jaxrl_llm.core.records.sample import Role
 from jaxrl_llm.rewards.api import Verdict
 from jaxrl_llm.rollout.agents import proxy as proxy_module
+from jaxrl_llm.rollout.agents import session as session_module
 from jaxrl_llm.rollout.agents.proxy import Proxy
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.tasks.tokenizer import build_character_tokenizer
@@ -196,6 +197,20 @@ def test_a_malformed_request_is_one_line_and_loses_nothing(chat, body, line):
       assert '\n' not in answer['error']['message']
       await agent.say(USER)
       assert agent.episode.end().verdict.parts == {'agent_refused': 1.0, 'agent_calls': 1.0}
+
+  asyncio.run(check())
+
+
+def test_refused_requests_are_counted_up_to_a_maximum(chat, monkeypatch):
+  monkeypatch.setattr(session_module, '_MAX_REFUSED', 3)
+
+  async def check():
+    async with opened(chat, 'ab$') as agent:
+      for _ in range(5):
+        status, answer = await agent.post(messages=[])
+        assert status == 400 and 'wanted a list of messages' in answer['error']['message']
+      await agent.say(USER)
+      assert agent.episode.end().verdict.parts == {'agent_refused': 3.0, 'agent_calls': 1.0}
 
   asyncio.run(check())
 
