@@ -19,6 +19,7 @@ from jaxrl_llm.core.types import Params
 from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.api import DeviceArrays
 from jaxrl_llm.rollout.gatherer import Gatherer
+from jaxrl_llm.rollout.parts import Cut, Part, ahead
 
 
 class WholeArrays:
@@ -43,14 +44,22 @@ class WholeArrays:
     self, params: Params, names: Sequence[str], device: jax.Device
   ) -> Iterator[tuple[str, UInt[jax.Array, 'elements']]]:
     pieces: list[jax.Array] = []
-    for part, cut, array in self._gatherer.parts(params, names):
+    for part, cut, piece in ahead(self._pieces(params, names, device)):
       # The parts of a staged array have rows of every group, along the second axis.
       axis, rows = (1, cut.length) if cut.staged else (0, cut.groups * cut.length)
-      piece = jax.lax.slice_in_dim(self._moved(array, device), part.skipped, None, axis=axis)
-      pieces.append(piece)
+      pieces.append(jax.lax.slice_in_dim(piece, part.skipped, None, axis=axis))
       if sum(piece.shape[axis] for piece in pieces) == rows:
-        yield part.name, self._joined(pieces, axis=axis)
-        pieces = []
+        whole = self._joined(pieces, axis=axis)
+        pieces = []  # Frees the memory of the pieces once they are joined.
+        yield part.name, whole
+        del whole  # Otherwise it would exist while the next array is assembled.
+
+  def _pieces(
+    self, params: Params, names: Sequence[str], device: jax.Device
+  ) -> Iterator[tuple[Part, Cut, UInt[jax.Array, '...']]]:
+    """Yields each part of the given parameters with its bits on the given device."""
+    for part, cut, array in self._gatherer.parts(params, names):
+      yield part, cut, self._moved(array, device)
 
   def _moved(
     self, array: Shaped[jax.Array, '*shape'], device: jax.Device
