@@ -19,9 +19,7 @@ from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.rollout.api import Engine
 from jaxrl_llm.rollout.embedded.engine import EmbeddedConfig
 from jaxrl_llm.rollout.embedded.speculation import SpeculationConfig
-from jaxrl_llm.rollout.engine import EngineSetting
 from jaxrl_llm.rollout.vllm.config import VllmConfig
-from jaxrl_llm.tasks.tokenizer import TokenizerConfig, build_tokenizer
 
 MODEL = serving.model_of('qwen2', tied=True)
 CONFIG = EmbeddedConfig(
@@ -33,17 +31,7 @@ OWN = {'engine': 'fixtures.own_engine:ENGINE', 'engine_options': {'embedded': to
 
 def built(folder: pathlib.Path, **rollout) -> Engine:
   config = RolloutConfig(max_prompt_length=300, max_response_length=serving.LENGTH - 300, **rollout)
-  setting = EngineSetting(
-    spec=MODEL.spec,
-    dtype='float32',
-    param_dtype='float32',
-    lora=None,
-    max_length=serving.LENGTH,
-    seed=3,
-    tokenizer=build_tokenizer(TokenizerConfig(), ['1+1=2'], folder / 'tokenizer'),
-    text='1+1',
-    workdir=folder,
-  )
+  setting = serving.setting_of(MODEL.spec, folder, dtype='float32')
   return config.engine_spec().build(setting, DeviceThread().run)
 
 

@@ -28,6 +28,7 @@ from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 from jaxrl_llm.rollout.api import Request, Weights
+from jaxrl_llm.rollout.engine import EngineSetting
 from jaxrl_llm.rollout.probe import Prober
 from jaxrl_llm.rollout.vllm.adapter_folder import AdapterFolder
 from jaxrl_llm.rollout.vllm.client import VllmClient
@@ -38,6 +39,7 @@ from jaxrl_llm.rollout.vllm.publication import PublicationFolder, digest
 from jaxrl_llm.rollout.vllm.replica import Replica
 from jaxrl_llm.rollout.vllm.server import OwnedServer, server_commands
 from jaxrl_llm.rollout.vllm.spec import PUBLISHED
+from jaxrl_llm.tasks.tokenizer import TokenizerConfig, build_tokenizer
 from jaxrl_llm.weights.hf import to_hf, write_config
 from jaxrl_llm.weights.layout import dtype_of
 
@@ -71,6 +73,21 @@ def model_of(family: str, *, tied: bool, vocab: int = VOCAB):
 
 
 TIED = model_of('qwen2', tied=True)
+
+
+def setting_of(spec, folder: pathlib.Path, *, dtype: str) -> EngineSetting:
+  """Setting of a run of this model, with which its engine is built."""
+  return EngineSetting(
+    spec=spec,
+    dtype=dtype,
+    param_dtype='float32',
+    lora=None,
+    max_length=LENGTH,
+    seed=3,
+    tokenizer=build_tokenizer(TokenizerConfig(), ['1+1=2'], folder / 'tokenizer'),
+    text='1+1',
+    workdir=folder,
+  )
 
 
 def servers_of(

@@ -35,7 +35,6 @@ from jaxrl_llm.models.families import tiny
 from jaxrl_llm.models.spec import ModelOptions
 from jaxrl_llm.parallel.device import DeviceThread
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
-from jaxrl_llm.rollout.engine import EngineSetting
 from jaxrl_llm.rollout.gatherer import Gatherer
 from jaxrl_llm.rollout.publisher import Publisher
 from jaxrl_llm.rollout.vllm.client import VllmClient
@@ -45,7 +44,6 @@ from jaxrl_llm.rollout.vllm.nccl import Libraries
 from jaxrl_llm.rollout.vllm.publication import FILE, PublicationFolder
 from jaxrl_llm.rollout.vllm.replica import Replica, ReplicaState, Unproven
 from jaxrl_llm.rollout.whole_arrays import WholeArrays
-from jaxrl_llm.tasks.tokenizer import TokenizerConfig, build_tokenizer
 from jaxrl_llm.weights.tables import entries
 
 pytestmark = pytest.mark.full
@@ -375,17 +373,7 @@ def test_a_fleet_is_fed_from_the_devices_and_a_restarted_server_from_files(tmp_p
     config = RolloutConfig(
       max_prompt_length=300, max_response_length=serving.LENGTH - 300, engine='vllm', vllm=vllm
     )
-    setting = EngineSetting(
-      spec=SPEC,
-      dtype='bfloat16',
-      param_dtype='float32',
-      lora=None,
-      max_length=serving.LENGTH,
-      seed=3,
-      tokenizer=build_tokenizer(TokenizerConfig(), ['1+1=2'], tmp_path / 'tokenizer'),
-      text='1+1',
-      workdir=tmp_path,
-    )
+    setting = serving.setting_of(SPEC, tmp_path, dtype='bfloat16')
     fleet = config.engine_spec().build(setting, trainer.device.run)
     publisher = Publisher(fleet, trainer.gatherer, trainer.device)
     read = []
