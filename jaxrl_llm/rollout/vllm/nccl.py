@@ -214,8 +214,9 @@ class Group:
       libraries.nccl('ncclCommInitRankConfig', *arguments)
       self._await('join', deadline_s)
       libraries.driver('cuMemAlloc_v2', ctypes.byref(self._scratch), 4)
-      one = self._scratch.value, self._scratch.value, 1, DTYPES['float32'], _SUM
-      libraries.nccl('ncclAllReduce', *one, self._comm, self._stream)
+      address = self._scratch.value
+      summed = address, address, 1, DTYPES['float32'], _SUM
+      libraries.nccl('ncclAllReduce', *summed, self._comm, self._stream)
       self._await('join', deadline_s)
 
     self._do(join)

@@ -93,14 +93,14 @@ def nccl_library(config: VllmConfig) -> str:
   """
   if path := config.env.get('VLLM_NCCL_SO_PATH'):
     return path
-  packages = check_transfer(config).parent.parent
-  found = sorted(packages.glob('lib/python*/site-packages/nvidia/nccl/lib/libnccl.so.2'))
-  if not found:
+  environment = check_transfer(config).parent.parent
+  libraries = sorted(environment.glob('lib/python*/site-packages/nvidia/nccl/lib/libnccl.so.2'))
+  if not libraries:
     raise UserError(
-      f"rollout.vllm.feed: 'devices' needs the NCCL library of the servers, and {packages} has "
+      f"rollout.vllm.feed: 'devices' needs the NCCL library of the servers, and {environment} has "
       "none; name its file in rollout.vllm.env={'VLLM_NCCL_SO_PATH': …}, or set feed to files"
     )
-  return str(found[0])
+  return str(libraries[0])
 
 
 def split_cores(servers: int, workers: int = 1) -> list[str]:
