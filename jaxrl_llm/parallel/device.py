@@ -1,5 +1,6 @@
 """Device thread: the only thread that runs programs on a process's devices, so that device work
-never blocks the event loop. As an exception, the loader places arrays from a separate thread.
+never blocks the event loop. As an exception, the loader places arrays from a separate thread, and
+so does the transfer of published files to a server that comes back during training.
 
 If a collective fails because another process is gone, PeerFailed is raised in place of the
 runtime's own error.

@@ -119,8 +119,9 @@ class DeviceFeed:
       return jax.block_until_ready(jax.device_put(bits, self.device))
 
     async def arrays() -> AsyncGenerator[jax.Array, None]:
+      # The device thread may be busy with training, one step for each tensor.
       for name in tensors:
-        yield await self._run(placed, name)
+        yield await asyncio.to_thread(placed, name)
 
     return Tensors({name: tensor.shape for name, tensor in tensors.items()}, arrays)
 
@@ -166,9 +167,7 @@ class DeviceTransfer:
     self._workers = [worker['tensors'] for worker in await client.weights()]
     size, deadline_s = 1 + len(self._workers), self._connect_deadline_s
     async with self._ending_on_failure(client, deadline_s):
-      libraries = await asyncio.to_thread(self._load)
-      unique_id = libraries.unique_id()
-      group = self._group = Group(libraries, self._feed.device.local_hardware_id)
+      unique_id, self._group = await asyncio.to_thread(self._begin)
       info = {
         'nccl_unique_id_b64': base64.b64encode(unique_id).decode(),
         'rank_offset': 1,
@@ -178,8 +177,13 @@ class DeviceTransfer:
       # The server answers once its workers have joined, and they wait for this process.
       await _together(
         client.init_transfer(info, deadline_s=deadline_s),
-        asyncio.to_thread(group.join, unique_id, size, deadline_s=deadline_s),
+        asyncio.to_thread(self._group.join, unique_id, size, deadline_s=deadline_s),
       )
+
+  def _begin(self) -> tuple[bytes, Group]:
+    """Returns the id of a new group, and this process's member of it, which has not joined yet."""
+    libraries = self._load()
+    return libraries.unique_id(), Group(libraries, self._feed.device.local_hardware_id)
 
   async def send(self, client: VllmClient, publication: Publication, *, deadline_s: float) -> None:
     if (group := self._group) is None:
@@ -206,11 +210,16 @@ class DeviceTransfer:
         raise Lost(str(error)) from None
 
   async def _broadcast(self, group: Group, tensors: Tensors, deadline_s: float) -> None:
+    def send(array: jax.Array) -> None:
+      # This thread keeps the array, and so its memory, until NCCL no longer reads it, even if the
+      # awaiting task has been cancelled.
+      address = array.unsafe_buffer_pointer()
+      group.broadcast(address, array.size, self._feed.dtype, deadline_s=deadline_s)
+
     async with contextlib.aclosing(tensors.arrays()) as arrays:
       async for array in arrays:
-        # This frame keeps the array, and so its memory, until it has been sent.
-        sent = array.unsafe_buffer_pointer(), array.size, self._feed.dtype
-        await asyncio.to_thread(group.broadcast, *sent, deadline_s=deadline_s)
+        await asyncio.to_thread(send, array)
+        del array  # Otherwise it would exist while the next one is assembled.
 
   @contextlib.asynccontextmanager
   async def _ending_on_failure(self, client: VllmClient, deadline_s: float) -> AsyncIterator[None]:
@@ -258,7 +267,9 @@ def check_fit(
   """Raises ValueError unless tensors fit every worker in name, shape and data type.
 
   Without this check, vLLM would load the tensors that fit, and serve a mixture of old and new
-  weights.
+  weights. `sender.check_fit` is the same check for tensors of torch. They share no code, because
+  neither environment can import the other's modules: the trainer's has no torch, and the sender's
+  has no jaxrl_llm.
 
   Args:
     shapes: shapes of the whole tensors, keyed by Hugging Face name.
