@@ -56,7 +56,8 @@ def _copy(
   leaf: Shaped[np.ndarray | jax.Array, '*shape'], like: jax.ShapeDtypeStruct, *, to_devices: bool
 ) -> Shaped[np.ndarray | jax.Array, '*shape']:
   if to_devices and isinstance(leaf, jax.Array):
-    return jax.device_put(leaf.astype(like.dtype), like.sharding)
+    # Moving an array is a program with collectives, of which few may be in flight (`DeviceThread`).
+    return jax.block_until_ready(jax.device_put(leaf.astype(like.dtype), like.sharding))
   # np.array always copies, even from a CPU device array, so device_put may alias the copy.
   copy = np.array(leaf, like.dtype)
   return jax.device_put(copy, like.sharding) if to_devices else copy
