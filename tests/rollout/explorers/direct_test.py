@@ -22,9 +22,10 @@ from jaxrl_llm.core.net.client import Lost
 from jaxrl_llm.core.net.tickets import TicketKeys
 from jaxrl_llm.core.records.sample import Finish
 from jaxrl_llm.rollout.api import Completion, Errand, Forged, Undelivered
-from jaxrl_llm.rollout.explorers import generated
+from jaxrl_llm.rollout.explorers import generated, wire
 from jaxrl_llm.rollout.explorers.errands import BadDelivery, Errands, RequestCourier
-from jaxrl_llm.rollout.explorers.explorer import Evicted
+from jaxrl_llm.rollout.explorers.explorer import Evicted, Rejected
+from jaxrl_llm.rollout.explorers.leases import Leases
 from jaxrl_llm.rollout.explorers.wire import Delivery
 from jaxrl_llm.rollout.signed_answer import SignedPart
 from jaxrl_llm.rollout.vllm.direct import FRONT_PATH, SIGNED_PATH
@@ -56,26 +57,59 @@ def test_the_samples_are_those_that_the_master_fetches(tmp_path):
   assert found[0] == found[1] and len(found[0]) == 3
 
 
-def test_what_explorers_send_is_checked_outside_the_crews_thread(tmp_path, monkeypatch):
-  threads = collections.defaultdict(set)
+@pytest.fixture
+def threads_of(monkeypatch):
+  """Function of (class or module, name of its function), … that returns a mapping from each name to
+  the names of the threads in which the function is called from then on.
+  """
 
-  def record(owner, name):
-    call = getattr(owner, name)
-
-    def recorded(*args):
-      threads[name].add(threading.current_thread().name.partition('_')[0])
+  def recorded(call, names):
+    def function(*args):
+      names.add(threading.current_thread().name.partition('_')[0])
       return call(*args)
 
-    monkeypatch.setattr(owner, name, recorded)
+    return function
 
+  def threads_of(*functions):
+    threads = {name: set() for _, name in functions}
+    for owner, name in functions:
+      monkeypatch.setattr(owner, name, recorded(getattr(owner, name), threads[name]))
+    return threads
+
+  return threads_of
+
+
+def test_what_explorers_send_is_checked_outside_the_crews_thread(tmp_path, threads_of):
   async def main():
     async with direct_crew(tmp_path) as (setting, _, _):
       assert len(await group_of(setting)) == 3
 
-  record(SignedParts, 'add')
-  record(generated, '_entries')
+  threads = threads_of((SignedParts, 'add'), (generated, '_entries'))
   direct.run(main)
   assert threads == {'add': {'messages'}, '_entries': {'explorer-texts'}}
+
+
+def test_leases_change_only_in_the_crews_thread(tmp_path, threads_of):
+  """Deliveries are checked in another thread."""
+
+  async def main():
+    async with rogue_crew(tmp_path) as (setting, _, _):
+      making = asyncio.create_task(group_of(setting))
+      rogue = await Rogue(setting).begin()
+      late = Delivery('n')._asdict()
+      with pytest.raises(Rejected):
+        await rogue.link.call(wire.DELIVER, lease='of-nobody', **late)
+      with pytest.raises(Evicted):
+        await rogue.deliver(Delivery('unknown'))
+      assert setting.crew.counts == {'late': 1, 'direct_unknown': 1, 'evicted': 1, 'lost': 1}
+      await rogue.close()
+      setting.come('honest')
+      assert len(await making) == 3
+
+  threads = threads_of((Leases, 'note_late'), (Leases, 'give_up'))
+  direct.run(main)
+  here = threading.current_thread().name
+  assert threads == {'note_late': {here}, 'give_up': {here}}
 
 
 def altered(delivery, **fields):
@@ -245,6 +279,33 @@ def test_the_engine_waits_for_no_delivery_beyond_its_deadline():
       await courier_of(errands).fetch(errand)
     assert not await errands.deliver(Delivery('n', parts=((b's', b'a'),)))
     assert counts == {'direct_undelivered': 1, 'direct_late': 1}
+
+  direct.run(main)
+
+
+def test_an_errand_that_expires_during_a_check_ends_after_it():
+  """The engine then collects the other parts in a third thread."""
+
+  async def main():
+    reading, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def add(*_):
+      reading.set()
+      await goes_on.wait()
+
+    counts = collections.Counter()
+    errands = Errands(counts)
+    fetching = asyncio.create_task(courier_of(errands).fetch(errand_of(add, deadline_s=0.1)))
+    await asyncio.sleep(0)
+    handler = asyncio.create_task(errands.deliver(Delivery('n', parts=((b's', b'a'),))))
+    await reading.wait()
+    await until(lambda: counts['direct_undelivered'])
+    await asyncio.wait([fetching], timeout=0.1)
+    assert not fetching.done()
+    goes_on.set()
+    with pytest.raises(Undelivered, match='has not delivered it within'):
+      await fetching
+    assert not await handler
 
   direct.run(main)
 
