@@ -55,6 +55,8 @@ def in_daemon_thread(
   nor the exit of the process.
   """
   result: concurrent.futures.Future[T] = concurrent.futures.Future()
+  # From now on, the future cannot be cancelled: the thread could not set the result any more.
+  result.set_running_or_notify_cancel()
 
   def work() -> None:
     try:

@@ -60,6 +60,27 @@ def test_results_for_callers_that_are_gone_are_dropped(caplog):
   assert not caplog.records
 
 
+def test_a_daemon_thread_ends_quietly_if_its_caller_was_cancelled(monkeypatch):
+  begun, goes_on, threads, errors = threading.Event(), threading.Event(), [], []
+
+  def wait():
+    threads.append(threading.current_thread())
+    begun.set()
+    goes_on.wait()
+
+  async def main():
+    calling = background.in_daemon_thread(wait)
+    assert begun.wait(30)
+    calling.cancel()
+    await asyncio.wait([calling])
+
+  monkeypatch.setattr(threading, 'excepthook', errors.append)
+  asyncio.run(main())
+  goes_on.set()
+  threads[0].join(30)
+  assert not errors and not threads[0].is_alive()
+
+
 @pytest.mark.parametrize('fails', [False, True])
 def test_a_cancelled_call_returns_after_the_end_of_its_coroutine(fails):
   seen = []
