@@ -9,6 +9,7 @@ thread-safe: call them from one thread only.
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Iterable
@@ -29,6 +30,9 @@ from jaxrl_llm.rollout.embedded.placement import Placement
 from jaxrl_llm.rollout.embedded.sampling import Draw, draw, draw_filtered
 from jaxrl_llm.rollout.embedded.speculation import SpeculationConfig, propose
 from jaxrl_llm.rollout.embedded.weights import copied
+
+_BEGUN = 8
+"""Maximum number of prefills in flight, and of admissions; see `DeviceThread`."""
 
 
 class Slots(NamedTuple):
@@ -162,6 +166,10 @@ class Programs:
     self._state: Slots | None = None
     self._waiting: Params | None = None
     """Copy of the weights in host memory while the device memory is released; None otherwise."""
+    self._begun: collections.deque[jax.Array] = collections.deque()
+    """Tokens of the newest prefills, which may not have ended."""
+    self._admitted = 0
+    """Number of admissions since the last one that waited for the earlier ones."""
 
   @property
   def nbytes(self) -> int:
@@ -257,10 +265,17 @@ class Programs:
     """Computes the keys and values of `prefill_rows` prompts, which are padded with zeros to the
     length of a bucket.
     """
-    return self._compiled['prefill', tokens.shape[1]](self._params, tokens)
+    if len(self._begun) == _BEGUN:
+      jax.block_until_ready(self._begun.popleft())
+    prefilled = self._compiled['prefill', tokens.shape[1]](self._params, tokens)
+    self._begun.append(prefilled.tokens)
+    return prefilled
 
   def admit(self, prefilled: Prefilled, admissions: Int32[np.ndarray, 'slots columns']) -> None:
     """Copies prefilled prompts into slots, and sets the slots' other fields (see `Admission`)."""
+    self._admitted = (self._admitted + 1) % _BEGUN
+    if self._admitted == 0:
+      jax.block_until_ready(self._state.token)
     self._state = self._compiled['admit', prefilled.tokens.shape[1]](
       self._state, prefilled, admissions
     )

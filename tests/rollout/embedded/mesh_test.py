@@ -281,6 +281,31 @@ def test_published_weights_go_from_devices_to_devices(runner, on_devices, params
       assert not collectives(lowered), f'{name} is gathered before it is sharded again'
 
 
+@pytest.mark.full
+def test_few_prefills_are_in_flight(runner, params):
+  """With 32 programs in flight that contain collectives, XLA could deadlock (JAX 0.10)."""
+  engine = started(runner, params, 8, slots=40, prefill_rows=1)
+  compiled, begun, in_flight = engine._programs._compiled, [], []
+  prefill = compiled['prefill', 16]
+  matrix = np.zeros((64, 64), np.float32)
+
+  @jax.jit
+  def slow(tokens):
+    product = jax.lax.fori_loop(0, 300, lambda _, x: x @ matrix, matrix + tokens[0, 0])
+    return tokens + (product[0, 0] != 0)
+
+  def counted(*args):
+    in_flight.append(sum(not tokens.is_ready() for tokens in begun))
+    prefilled = prefill(*args)
+    begun.append(slow(prefilled.tokens))
+    return prefilled._replace(tokens=begun[-1])
+
+  compiled['prefill', 16] = counted
+  runner.run(ask_all(engine, [request(i, max_tokens=2) for i in range(40)]))
+  runner.run(engine.close())
+  assert len(in_flight) == 40 and 0 < max(in_flight) <= 8
+
+
 def test_a_released_engine_is_the_same_when_it_is_restored(runner, on_devices):
   engine = on_devices[8]
   asked, size = [request(i, samples=2) for i in range(3)], engine.device_bytes
