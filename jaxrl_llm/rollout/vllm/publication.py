@@ -388,9 +388,14 @@ class PublicationFolder:
     self._maps.prune()
 
   def close(self) -> None:
-    """Removes the folder."""
+    """Removes the folder. Does not wait for a thread that is writing, which then fails."""
     shutil.rmtree(self.root, ignore_errors=True)
-    self._maps.prune()
+    # If a thread is writing, it stores to the maps, which then stay until the process ends.
+    if self._lock.acquire(blocking=False):
+      try:
+        self._maps.prune()
+      finally:
+        self._lock.release()
 
 
 def read_published(

@@ -306,6 +306,25 @@ def maps_of(root):
   )
 
 
+def test_a_folder_may_be_closed_while_a_version_is_written(memory):
+  """A run that ends does not wait for the thread that writes."""
+  spec = small()
+  folder = PublicationFolder(memory / 'w', spec, dtype='float32')
+  params = list(flatten(random_params(spec)).items())
+  folder.write(V1, params)
+  folder.keep_only()
+
+  def closing():
+    yield from params[:3]
+    assert maps_of(folder.root) == 1
+    folder.close()
+    yield from params[3:]
+
+  with pytest.raises(RunError, match='w: .*No such file'):
+    folder.write(V2, closing())
+  assert not folder.root.exists()
+
+
 def test_a_reader_that_has_a_kept_file_open_sees_nothing_of_the_next(tmp_path):
   spec = small()
   folder = PublicationFolder(tmp_path / 'w', spec, dtype='float32')
