@@ -320,7 +320,7 @@ def test_a_folder_may_be_closed_while_a_version_is_written(memory):
     folder.close()
     yield from params[3:]
 
-  with pytest.raises(RunError, match='w: .*No such file'):
+  with pytest.raises(RunError, match=r'w: .*No such file'):
     folder.write(V2, closing())
   assert not folder.root.exists()
 
