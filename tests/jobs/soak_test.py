@@ -108,12 +108,25 @@ class Soak:
   def address(self):
     return {'addresses': [self.service.address]}
 
+  @property
+  def config(self):
+    return f'--config={FIXTURES / "soaked.py"}:{self.folder}'
+
   def start(self, steps):
     path = os.pathsep.join(map(str, (job.ROOT, FIXTURES, job.ROOT / 'configs')))
-    config = (f'--config={FIXTURES / "soaked.py"}:{self.folder}', *job.QUICK[1:])
-    environ = job.environment(PYTHONPATH=path)
+    config, environ = (self.config, *job.QUICK[1:]), job.environment(PYTHONPATH=path)
     flags = self.flags(steps)
     return job.start(self.run, *flags, config=config, processes=2, environ=environ)
+
+  def stop(self):
+    """Ends the run with SIGTERM, and lets it complete two more steps. Returns its steps."""
+    self.process.send_signal(signal.SIGTERM)
+    self.process.communicate(timeout=120)
+    done = job.rows(self.run)[-1]['training/global_step'] + 2
+    last = self.start(done - SFT)
+    _, err = last.communicate(timeout=300)
+    assert last.returncode == 0, err[-4000:]
+    return done
 
   def ensure_running(self, steps):
     """Starts the run if a fault has ended it, and waits until it has come further than before."""
@@ -262,21 +275,59 @@ def test_a_run_with_everything_on_loses_nothing_to_faults(
       time.sleep(soak.random.random() * 0.5)
       soak.meet(kind)
     soak.ensure_running(steps=10_000)
-    soak.process.send_signal(signal.SIGTERM)
-    soak.process.communicate(timeout=120)
-    done = job.rows(soak.run)[-1]['training/global_step']
-    last = soak.start(done - SFT + 2)
-    _, err = last.communicate(timeout=300)
-    assert last.returncode == 0, err[-4000:]
+    done = soak.stop()
   record_property('steps', str(done))
   report = audit(soak.run / 'replay')
   assert report.ok and report.live == (), report.lines
-  assert set(report.uses) == {1} and report.states['trained'] == (done + 2 - SFT) * 6 * 4
+  assert set(report.uses) == {1} and report.states['trained'] == (done - SFT) * 6 * 4
   rows = [row for row in job.rows(soak.run) if 'partial/cut' in row]
-  assert len(rows) == done + 2 - SFT and max(row['staleness/max'] for row in rows) <= 2
+  assert len(rows) == done - SFT and max(row['staleness/max'] for row in rows) <= 2
   record_property('tokens', str({name: sum(row[name] for row in rows) for name in TOKENS}))
   record_property('scores', str(check_scores(soak.run)))
   assert os.path.getsize(soak.run / 'report.html')
+
+
+class Episodes(Soak):
+  """A run whose samples are episodes of two turns. One step in 40 of their environment hangs."""
+
+  config = job.QUICK[0]
+
+  def flags(self, steps):
+    options = {'environment': 'stuck_game:StuckGame', 'options': {'one_in': 40}, 'deadline_s': 1}
+    workflow = {'kind': 'environment', 'options': options | {'max_turns': 2, 'turn_tokens': 2}}
+    return (
+      *(flag for flag in FLAGS if 'partial' not in flag),
+      *self.servers.flags,
+      f'--config.rollout.vllm.publish_dir={self.disk / "published"}',
+      f'--config.rollout.workflow={json.dumps(workflow)}',
+      '--config.rewards.scorers=[{"name":"environment"}]',
+      f'--config.stages.grpo.steps={steps}',
+    )
+
+
+@pytest.mark.acceptance
+def test_episodes_that_are_interrupted_end_in_one_state(tmp_path):
+  """Kills and stops of servers, explorers and trainers, and environments that hang."""
+  (tmp_path / 'disk').mkdir()
+  soak = Episodes(tmp_path, seed=0)
+  victims = ('server', 'explorer')
+  kinds = [*(f'{what} {of}' for of in victims for what in ('kill', 'stop')), 'kill trainer'] * 4
+  soak.random.shuffle(kinds)
+  with attached.Restarted(tmp_path, *STREAMS) as soak.servers:
+    for kind in kinds:
+      soak.ensure_running(steps=10_000)
+      time.sleep(soak.random.random())
+      soak.meet(kind)
+    soak.ensure_running(steps=10_000)
+    done = soak.stop()
+  report = audit(soak.run / 'replay')
+  assert report.ok and report.live == (), report.lines
+  assert set(report.uses) == {1}
+  rows = [row for row in job.rows(soak.run) if 'rewards/environment/mean' in row]
+  assert len(rows) == done - SFT
+  assert sum(row['num_unscorable'] for row in rows) > 0
+  running = [p for p in psutil.process_iter() if str(soak.run) in words(p)]
+  assert not running
 
 
 def check_scores(run):
