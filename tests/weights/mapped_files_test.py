@@ -2,12 +2,12 @@
 
 import itertools
 import os
-import pathlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from mappings import maps_of
 
 from jaxrl_llm.core.disk import is_in_memory
 from jaxrl_llm.weights import mapped_files
@@ -23,11 +23,6 @@ def file(memory):
   path.write_bytes(bytes(SIZE))
   with path.open('r+b', buffering=0) as opened:
     yield opened
-
-
-def maps_of(file):
-  lines = pathlib.Path('/proc/self/maps').read_text().splitlines()
-  return sum(file.name in line for line in lines)
 
 
 def test_files_on_disks_are_not_in_memory(tmp_path, file):
@@ -54,7 +49,7 @@ def test_blocks_of_any_place_and_size_are_stored(monkeypatch, file, populates):
       blocks = [wanted[start:end] for start, end in itertools.pairwise(cuts)]
       list(threads.map(mapped.put, ['t'] * len(blocks), blocks, cuts))
     assert os.pread(file.fileno(), SIZE, 0) == wanted.tobytes()
-  assert maps_of(file) == 1, 'one map is used again'
+  assert maps_of(file.name) == 1, 'one map is used again'
 
 
 def test_a_file_whose_pages_do_not_all_exist_is_not_mapped(file):
@@ -84,8 +79,8 @@ def test_the_map_of_a_removed_file_is_closed(file):
   maps = MappedFiles()
   mapped = maps.map(file, SIZE)
   maps.prune()
-  assert not mapped.is_removed and maps_of(file) == 1
+  assert not mapped.is_removed and maps_of(file.name) == 1
   os.unlink(file.name)
-  assert mapped.is_removed and maps_of(file) == 1
+  assert mapped.is_removed and maps_of(file.name) == 1
   maps.prune()
-  assert maps_of(file) == 0
+  assert maps_of(file.name) == 0

@@ -11,6 +11,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from mappings import maps_of
 from parameters import random_params
 from safetensors import safe_open
 from safetensors.numpy import load_file
@@ -297,13 +298,6 @@ def test_a_file_that_is_written_over_shows_nothing_of_what_it_held(request, dtyp
   assert maps_of(root) == (place == 'memory'), 'those of removed files are gone'
   folder.close()
   assert maps_of(root) == 0
-
-
-def maps_of(root):
-  """Returns the number of maps of this process on files that are or were in a directory."""
-  return sum(
-    f'{root}/' in line for line in pathlib.Path('/proc/self/maps').read_text().splitlines()
-  )
 
 
 def test_a_folder_may_be_closed_while_a_version_is_written(memory):

@@ -6,6 +6,7 @@ import shutil
 import fronts
 import pytest
 from fleets import MODEL, A, B, fleet_over, places, run, tensors, versions, wave, weights
+from mappings import maps_of
 from parameters import random_params
 
 from jaxrl_llm.core.disk import TOKEN
@@ -97,6 +98,7 @@ def test_the_next_version_overwrites_the_files_of_a_released_one(request, place)
     following = written_by(folder, 2, writer)
     assert {p.name: p.stat().st_ino for p in following.directory.glob('*.safetensors')} == inodes
     read_published(following)
+  assert maps_of(folder.root) == (2 if place == 'memory' else 0), 'one in each process'
 
 
 def test_a_process_that_does_not_see_the_directory_says_so(tmp_path):
