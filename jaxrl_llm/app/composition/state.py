@@ -46,6 +46,7 @@ from jaxrl_llm.models.heads import fresh_head, has_head, with_head
 from jaxrl_llm.rollout.gatherer import Gatherer, stacked_name
 from jaxrl_llm.runtime.checkpoint import Checkpoints
 from jaxrl_llm.weights.hf import read_spec
+from jaxrl_llm.weights.shares import divided
 
 
 def critic_model(model: Model) -> Model:
@@ -387,7 +388,10 @@ def base_digest(base: Params, mesh: Mesh) -> str:
   def array_of(unrolled: str) -> str:
     return unrolled if unrolled in whole else stacked_name(unrolled)
 
-  hashers = {name: xxhash.xxh3_128() for name in _share(whole)}
+  # Shares are most alike if the largest arrays are divided first.
+  sizes = {name: whole[name].nbytes for name in sorted(names, key=lambda n: -whole[n].nbytes)}
+  share = divided(sizes, jax.process_count())[jax.process_index()]
+  hashers = {name: xxhash.xxh3_128() for name in share}
   tensors = {tensor.name for tensor, _ in gatherer.tensors(base)}
   ours = {name for name in tensors if array_of(name) in hashers}
   for name, array in gatherer.leaves(base, ours):
@@ -408,19 +412,6 @@ def base_digest(base: Params, mesh: Mesh) -> str:
     line = f'{name} {whole[name].dtype} {whole[name].shape} {row.tobytes().hex()}\n'
     digests.update(line.encode())
   return digests.hexdigest()
-
-
-def _share(whole: Mapping[str, jax.Array]) -> set[str]:
-  """Returns the names of the arrays that this process hashes. All processes have shares of similar
-  sizes in bytes.
-  """
-  sizes = [0] * jax.process_count()
-  shares: list[set[str]] = [set() for _ in sizes]
-  for name in sorted(whole, key=lambda name: (-whole[name].nbytes, name)):
-    least = sizes.index(min(sizes))
-    sizes[least] += whole[name].nbytes
-    shares[least].add(name)
-  return shares[jax.process_index()]
 
 
 def check_base(digest: str | None, committed: Mapping[str, Any], config: Config) -> None:
