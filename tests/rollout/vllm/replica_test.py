@@ -20,6 +20,7 @@ from jaxrl_llm.rollout.vllm.publication import (
 )
 from jaxrl_llm.rollout.vllm.replica import Replica, Requirements
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer, slice_of
+from jaxrl_llm.rollout.vllm.workload import prefixes
 from jaxrl_llm.weights.checksums import Slice
 from jaxrl_llm.weights.tables import entries
 
@@ -158,6 +159,22 @@ def test_a_server_with_adapters_is_asked_for_a_token_and_no_prompt_logprobs(adap
     server.adapter = adapter
     server.may_end.set()
     assert await replica.is_alive(deadline_s=60) and server.calls == calls
+
+  asyncio.run(main())
+
+
+@pytest.mark.parametrize('is_lost', [False, True])
+def test_prompts_that_the_server_no_longer_has_in_its_cache_are_forgotten(is_lost):
+  async def main():
+    _, replica = await admitted('cpu')
+    recent, received = replica.workload.recent, prefixes(tuple(range(32)))
+    recent.add(received)
+    assert recent.shared(received) == 32
+    if is_lost:
+      replica.forget()
+    else:
+      await replica.take(BASE, PROBE, tolerance=1e-3, deadline_s=60)
+    assert recent.shared(received) == 0
 
   asyncio.run(main())
 
