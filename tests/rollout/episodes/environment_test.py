@@ -1,6 +1,7 @@
 """Episodes in environments: rewards of turns and of the end, and environments that fail or hang."""
 
 import asyncio
+import copy
 import math
 import sys
 import threading
@@ -57,14 +58,17 @@ class Counting:
       await asyncio.sleep(3600)
 
 
-def counting(tokenizer, *, max_tokens=40, environment='environment_test:Counting', **options):
+def counting(
+  tokenizer, *, max_tokens=40, environment='environment_test:Counting', engine=None, **options
+):
   how = {'max_turns': 5, 'turn_tokens': 4, 'deadline_s': 2.0}
   names = {name: options.pop(name) for name in [*options] if name in (*how, 'concurrency')}
   config = WorkflowConfig(
     kind='environment',
     options={'environment': environment, 'options': options, **how, **names},
   )
-  return build_workflow(config, exploring.FakeEngine(tokenizer), tokenizer, max_tokens)
+  engine = engine or exploring.FakeEngine(tokenizer)
+  return build_workflow(config, engine, tokenizer, max_tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +93,25 @@ def test_the_policy_acts_until_the_environment_is_done(tokenizer):
   for sample, _, verdict, *_ in simulated(rollouts(counting(tokenizer))):
     assert verdict == Verdict(value=3.0, turn_values=(1.0, 2.0), evidence={'turn': 3})
     assert len(sample.segments) == 3
+
+
+@pytest.mark.parametrize('environment', ['Counting', 'Plain'])
+def test_no_token_of_the_policy_is_encoded_again(tokenizer, monkeypatch, environment):
+  """Counted: as many tokens are encoded as the sample has of others than the policy."""
+  # The fake engine encodes its answers with `tokenizer`.
+  listening, encoded = copy.copy(tokenizer), []
+
+  def encode(*args, **kwargs):
+    encoded.append(tokenizer.encode(*args, **kwargs))
+    return encoded[-1]
+
+  monkeypatch.setattr(listening, 'encode', encode)
+  names = {'environment': f'environment_test:{environment}'}
+  workflow = counting(listening, engine=exploring.FakeEngine(tokenizer), **names)
+  ((sample, *_),) = simulated(rollouts(workflow, samples=1))
+  sampled = int(sample.loss_mask.sum())
+  assert len(sample.segments) == 3 and sampled > 3
+  assert sum(map(len, encoded)) == len(sample.tokens) - sampled
 
 
 def test_an_episode_ends_at_the_limit_of_turns(tokenizer):
