@@ -373,31 +373,7 @@ def write_config(
       are None, the first of `eos_ids` is used.
   """
   family = find_family(spec.family)
-  if spec.head not in family.architectures:
-    others = [name for name, other in FAMILIES.items() if spec.head in other.architectures]
-    raise UserError(
-      f'{directory}: transformers has no class for a {family.name} model with a {spec.head} head; '
-      f'the families {", ".join(others)} have one'
-    )
-  biases = {
-    'never': [(False, False)],
-    'qkv': [(True, False)],
-    'optional': [(False, False), (True, True)],
-  }
-  expressible = (spec.qkv_bias, spec.o_bias) in biases[
-    family.attention_bias
-  ] and family.mlp_bias >= spec.mlp_bias
-  if not expressible or spec.qk_norm != family.qk_norm:
-    raise UserError(
-      f'{family.name} in Hugging Face form cannot have qkv_bias={spec.qkv_bias}, '
-      f'o_bias={spec.o_bias}, mlp_bias={spec.mlp_bias}, qk_norm={spec.qk_norm} together; train '
-      'with the biases and norms of the family'
-    )
-  if family.heads_divide_hidden and spec.hidden_size % spec.num_attention_heads:
-    raise UserError(
-      f'{family.name} in Hugging Face form needs hidden_size {spec.hidden_size} to be a multiple '
-      f'of {spec.num_attention_heads} heads'
-    )
+  _check_expressible(directory, spec, family)
   if spec.head == 'scalar':
     pad_id = _scoring_pad(directory, pad_id, bos_id, eos_ids)
   config = {
@@ -420,6 +396,36 @@ def write_config(
     'transformers_version': importlib.metadata.version('transformers'),
   }
   write_json(Path(directory) / 'config.json', config)
+
+
+def _check_expressible(directory: str | Path, spec: ModelSpec, family: Family) -> None:
+  """Raises UserError if transformers has no model of this family with the spec's head, biases,
+  norms and sizes.
+  """
+  if spec.head not in family.architectures:
+    others = [name for name, other in FAMILIES.items() if spec.head in other.architectures]
+    raise UserError(
+      f'{directory}: transformers has no class for a {family.name} model with a {spec.head} head; '
+      f'the families {", ".join(others)} have one'
+    )
+  biases = {
+    'never': [(False, False)],
+    'qkv': [(True, False)],
+    'optional': [(False, False), (True, True)],
+  }
+  has_biases = (spec.qkv_bias, spec.o_bias) in biases[family.attention_bias]
+  has_biases = has_biases and family.mlp_bias >= spec.mlp_bias
+  if not has_biases or spec.qk_norm != family.qk_norm:
+    raise UserError(
+      f'{family.name} in Hugging Face form cannot have qkv_bias={spec.qkv_bias}, '
+      f'o_bias={spec.o_bias}, mlp_bias={spec.mlp_bias}, qk_norm={spec.qk_norm} together; train '
+      'with the biases and norms of the family'
+    )
+  if family.heads_divide_hidden and spec.hidden_size % spec.num_attention_heads:
+    raise UserError(
+      f'{family.name} in Hugging Face form needs hidden_size {spec.hidden_size} to be a multiple '
+      f'of {spec.num_attention_heads} heads'
+    )
 
 
 def _one_output(head: str) -> dict[str, Any]:

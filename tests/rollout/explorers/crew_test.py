@@ -1,6 +1,7 @@
 """Explorers that come and go: what the master gets of them is what it would have made itself."""
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 import socket
@@ -43,10 +44,23 @@ def _clock_of_the_loop(monkeypatch):
     monkeypatch.setattr(f'jaxrl_llm.rollout.explorers.{module}.time', LOOP_CLOCK)
 
 
-def posted(path, body):
-  """The bytes of a request."""
+@contextlib.contextmanager
+def posting(setting, path, message):
+  """Sends a message to the crew, and disconnects at the end without reading the answer."""
+  body = pack(message)
   head = f'POST {path} HTTP/1.1\r\nHost: master\r\nContent-Length: {len(body)}\r\n\r\n'
-  return head.encode() + body
+  with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(setting.crew.address.removeprefix('unix:'))
+    connection.sendall(head.encode() + body)
+    yield
+
+
+async def with_lease(setting, name):
+  """Lets a new explorer, the only one, take the group. Returns (samples to come, link, order)."""
+  await setting.dismiss('a')
+  wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
+  link = setting.link(name)
+  return wanted, link, await link.call(wire.TAKE)
 
 
 def test_the_samples_are_those_of_the_workflow_in_the_master(tmp_path):
@@ -263,10 +277,8 @@ def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
       wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
       order = await dying.call(wire.TAKE)
       request = Request(uid='x', prompt=(3,), max_tokens=4, stop_ids=(1,), samples=3, key=(1,))
-      body = pack({**dying.sender, 'lease': order['lease'], 'request': request_row(request)})
-      with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(setting.crew.address.removeprefix('unix:'))
-        connection.sendall(posted(wire.GENERATE, body))
+      message = {**dying.sender, 'lease': order['lease'], 'request': request_row(request)}
+      with posting(setting, wire.GENERATE, message):
         await asyncio.sleep(0.2)
       answered.set()
       await asyncio.sleep(0.2)
@@ -280,15 +292,10 @@ def test_an_explorer_that_dies_while_it_is_answered_harms_nobody_else(tmp_path):
 def test_a_sample_whose_lease_ends_while_it_is_checked_is_not_accepted(tmp_path):
   async def check():
     async with Setting(tmp_path, groups=1).running('a') as setting:
-      await setting.dismiss('a')
-      wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
-      slow = setting.link('slow')
-      order = await slow.call(wire.TAKE)
+      wanted, slow, order = await with_lease(setting, 'slow')
       first, *_ = await setting.made(slow, order)
       message = {**slow.sender, 'lease': order['lease'], 'steps': [encode(first)]}
-      with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(setting.crew.address.removeprefix('unix:'))
-        connection.sendall(posted(wire.SAMPLE, pack(message)))
+      with posting(setting, wire.SAMPLE, message):
         time.sleep(0.3)  # Another thread checks the sample, which is not handed in yet.
         await setting.crew._leases.give_up(slow.name, 'ended')
         await until(lambda: setting.crew.counts['late'])
@@ -306,14 +313,9 @@ def test_an_explorer_that_misbehaves_and_disconnects_is_evicted(tmp_path, path):
 
   async def check():
     async with Setting(tmp_path, groups=1).running('a') as setting:
-      await setting.dismiss('a')
-      wanted = asyncio.create_task(setting.samples(setting.crew, make_tasks(1)[0]))
-      rogue = setting.link('rogue')
-      order = await rogue.call(wire.TAKE)
+      wanted, rogue, order = await with_lease(setting, 'rogue')
       fields = {'lease': order['lease'], 'steps': [b''], **Delivery('unknown')._asdict()}
-      with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(setting.crew.address.removeprefix('unix:'))
-        connection.sendall(posted(path, pack({**rogue.sender, **fields})))
+      with posting(setting, path, {**rogue.sender, **fields}):
         time.sleep(0.2)  # The message is read in another thread.
       time.sleep(0.2)
       await until(lambda: setting.crew.counts['evicted'])
