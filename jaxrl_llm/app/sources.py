@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jaxrl_llm.config.moved import moved
 from jaxrl_llm.config.values import check_at_least
@@ -87,10 +87,21 @@ class FollowConfig:
   """
   deadline_s: float = 3600.0
   """Maximum time in seconds to wait for a version."""
+  share: tuple[int, int] = (0, 1)
+  """Index and count, for several runs that explore for the same trainer. Of every `count` tasks
+  that the sampler draws, the run explores the one at this index, counted from 0. Runs with the same
+  seed, the same count and different indices thus divide the tasks among themselves.
+  """
 
   def check(self, where: str) -> None:
     """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
     check_at_least(where, self, batches_per_version=1)
+    index, count = self.share
+    if not 0 <= index < count:
+      raise UserError(
+        f'{where}share: {self.share}, wanted (index, count) with 0 <= index < count, such as '
+        '(0, 2) in the first of two runs'
+      )
     if not self.deadline_s > 0:
       raise UserError(f'{where}deadline_s: {self.deadline_s}, wanted more than 0 seconds')
 
@@ -172,6 +183,11 @@ class Rollouts:
   def unit(self) -> int:
     """Number of sequences that are never divided between minibatches: 2 for pairs, else 1."""
     return self.selection.unit
+
+  @property
+  def share(self) -> tuple[int, int]:
+    """Share of the drawn tasks that the run explores: index and count; see `FollowConfig.share`."""
+    return self.follow.share if self.follow is not None else (0, 1)
 
   @property
   def longest_response(self) -> int:
@@ -279,6 +295,11 @@ class Rollouts:
       raise UserError(
         f'{where}selection: {self.selection.kind!r} cannot be combined with follow, which shares '
         "whole groups; wanted 'all' or 'mixed'"
+      )
+    if follow.share[1] > 1 and self.sampler.order in ('prioritised', 'difficulty'):
+      raise UserError(
+        f'{where}follow.share: {follow.share}, but the order {self.sampler.order!r} depends on '
+        'results, which differ between the runs; remove share, and give each run another seed'
       )
 
 
@@ -434,13 +455,15 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Followed:
-  """Source of a stage's batches: rollouts that another run generates with exported weights of this
-  run, while this run trains on them. In the other run, a stage with the source `Rollouts` sets
-  `rollout_only`, and its `follow` names this run.
+  """Source of a stage's batches: rollouts that other runs generate with exported weights of this
+  run, while this run trains on them. In each of the other runs, a stage with the source `Rollouts`
+  sets `rollout_only`, and its `follow` names this run.
   """
 
-  run: str
-  """Directory of the other run, which is only read. It need not exist yet."""
+  run: str | tuple[str, ...]
+  """Directory of the other run, or directories of several. They are only read, and need not exist
+  yet. To a run that is resumed, directories may be added at the end.
+  """
   tasksets: tuple[str, ...]
   """Names of configured tasksets; rollouts of other tasks are left out."""
   groups_per_batch: int = 16
@@ -455,8 +478,19 @@ class Followed:
   """Number of updates between two exports of the weights to `versions/` in the run directory."""
   keep_versions: int = 3
   """Number of the newest exported versions that are kept. Older versions are deleted."""
+  order: Literal['turns', 'arrival'] = 'turns'
+  """Order in which the batches of several runs are read. turns: one batch of each run after the
+  other, so that a killed trainer repeats its batches; it waits for the run whose turn it is.
+  arrival: as turns, but runs that have shared no further batch are passed over, so that a slow or
+  stopped run does not delay the others (`run/clock_decisions` counts the batches read early).
+  """
   unit: ClassVar[int] = 1
   """Number of sequences that belong together and are never divided between minibatches."""
+
+  @property
+  def runs(self) -> tuple[str, ...]:
+    """Directories of the other runs."""
+    return (self.run,) if isinstance(self.run, str) else self.run
 
   @property
   def sequences(self) -> int:
@@ -466,6 +500,8 @@ class Followed:
   def check(self, where: str) -> None:
     """Raises UserError for invalid values. In messages, `where` precedes the name of the field."""
     _check_tasksets(where, self.tasksets)
+    if not self.runs or len(set(self.runs)) < len(self.runs):
+      raise UserError(f'{where}run: {self.run}, wanted at least one directory, and each once')
     check_at_least(
       where, self, groups_per_batch=1, group_size=1, bound=0, export_every=1, keep_versions=2
     )

@@ -1,16 +1,17 @@
-"""Batches of rollouts that another run generates and shares while this run trains on them.
+"""Batches of rollouts that other runs generate and share while this run trains on them.
 
-The other run is only read (`replay.shared`). The groups that this run admits are copied into its
+The other runs are only read (`replay.shared`). The groups that this run admits are copied into its
 own store, in the order in which they were shared, and keep their tokens, logprobs and rewards. A
 copied segment names the version of this run whose exported weights generated it, so staleness is
-counted in this run's versions.
+counted in this run's versions. The batches of several runs are read in turns.
 
 Invariants:
 - Which groups a batch contains depends only on the shared batches, their order, and which of them
   were void when they were read. A killed run therefore repeats its batches and weights bit for bit,
-  unless the other run made groups void meanwhile. After a restart, the run leaves out groups
-  generated with weights that it exported before the restart and has not trained again.
-- The position in the shared batches is part of this run's commits.
+  unless another run made groups void meanwhile, or several runs are read in the order of arrival.
+  After a restart, the run leaves out groups generated with weights that it exported before the
+  restart and has not trained again.
+- The position in the shared batches of each run is part of this run's commits.
 - Each copied group ends in the state trained, expired or dropped. Groups that are left out are
   counted.
 """
@@ -22,7 +23,7 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from absl import logging
 
@@ -53,7 +54,7 @@ FOLLOWED = 'followed'
 copied trajectory.
 """
 VOIDED = 'voided'
-"""Reason for dropping a copied group that the other run made void before this run trained on it."""
+"""Reason for dropping a copied group that another run made void before this run trained on it."""
 POLL_S = 0.5
 """Seconds between checks for new shared batches."""
 _COUNTERS = ('voided', 'voided_trained', 'expired', 'left_out')
@@ -61,7 +62,7 @@ _COUNTERS = ('voided', 'voided_trained', 'expired', 'left_out')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FollowedConfig:
-  """Parameters of a stage that follows another run."""
+  """Parameters of a stage that follows other runs."""
 
   stage: str
   where: str
@@ -79,6 +80,60 @@ class FollowedConfig:
   """Digest of the tokenizer's vocabulary."""
   deadline_s: float
   """Maximum seconds to wait for a batch."""
+  order: Literal['turns', 'arrival'] = 'turns'
+  """Order in which the batches of several runs are read; see `app.sources.Followed.order`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """Place of a group in the shared batches."""
+
+  attempt: int
+  """Attempt (start of the other run) that shared the group."""
+  step: int
+  """Step of the shared batch that contained the group."""
+  run: int = 0
+  """Number of the other run. Commits written when only one run could be followed lack it."""
+
+
+class _Run:
+  """A run that this run follows, and the position in its shared batches."""
+
+  def __init__(self, number: int, shared: SharedBatches, where: str):
+    """
+    Args:
+      where: configuration key of the run, and its directory if there are several, for messages.
+    """
+    self.number, self.shared, self.where = number, shared, where
+    self.store = ''
+    """Name of the run's store; empty before the run's first start."""
+    self.attempt: int | None = None
+    self.step = 0
+    """Attempt and step of the next shared batch to read."""
+    self.draws = ''
+    """How the run draws its tasks; see `replay.shared.Opening`."""
+    self.read = 0
+    """Number of batches that have been read."""
+
+  def to_json(self) -> Json:
+    return [self.store, self.attempt, self.step, self.read]
+
+  def restore(self, store: str, attempt: int | None, step: int, read: int = 0) -> None:
+    self.store, self.attempt, self.step, self.read = store, attempt, step, read
+
+  def has_next(self) -> bool:
+    """Returns whether the run has shared the next batch to read."""
+    return self.attempt is not None and self.step in self.shared.steps().get(self.attempt, ())
+
+  def unread(self) -> int:
+    """Returns the number of shared batches that have not been read."""
+    return sum(
+      self.attempt is None
+      or started > self.attempt
+      or (started == self.attempt and step >= self.step)
+      for started, steps in self.shared.steps().items()
+      for step in steps
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,21 +142,23 @@ class _Group:
 
   uids: tuple[tuple[str, ...], ...]
   """uids of the steps of each trajectory."""
-  attempt: int
-  """Attempt (start of the other run) that shared the group."""
-  step: int
-  """Step of the shared batch that contained the group."""
+  place: _Place
   key: str
   version: int
   """Step of the oldest weights that generated a trained token of the group."""
   members: tuple[Experience, ...]
 
   def to_json(self) -> Json:
-    return [[*map(list, self.uids)], self.attempt, self.step, self.key, self.version]
+    uids, place = [*map(list, self.uids)], self.place
+    return [uids, place.attempt, place.step, self.key, self.version, place.run]
 
 
 class FollowedBatches:
-  """Batches of whole groups, copied from the batches that another run shares."""
+  """Batches of whole groups, copied from the batches that other runs share.
+
+  Attributes:
+    clock_decisions: number of batches that were read before their turn, because they arrived first.
+  """
 
   explores = False
   held_out: tuple[Row, ...] = ()
@@ -109,7 +166,7 @@ class FollowedBatches:
   def __init__(
     self,
     config: FollowedConfig,
-    shared: SharedBatches,
+    shared: Sequence[SharedBatches],
     *,
     store: ReplayStore,
     tasks: Mapping[str, Task],
@@ -121,6 +178,7 @@ class FollowedBatches:
   ):
     """
     Args:
+      shared: shared batches of each followed run.
       store: store of this run.
       tasks: tasks of the stage, keyed by uid.
       render: returns the tokens of a task's prompt.
@@ -130,18 +188,22 @@ class FollowedBatches:
       sleep: function that waits for the given number of seconds; called between checks for new
         batches.
     """
-    self._config, self._shared, self._store = config, shared, store
+    self.clock_decisions = 0
+    key = f'{config.where}.run'
+    self._runs = [
+      _Run(number, batches, key if len(shared) == 1 else f'{key}, {batches.directory}')
+      for number, batches in enumerate(shared)
+    ]
+    self._config, self._store = config, store
     self._tasks, self._render, self._text = tasks, render, text
     self._exported, self._events, self._sleep = exported, events, sleep
     self._writer = store.at(0)
     self._visits: dict[str, int] | None = None
     """Number of copied groups of each task, keyed by the task's uid."""
-    self._cursor: tuple[str, int | None, int] = ('', None, 0)
-    """Name of the other run's store; attempt and step of the next shared batch to read."""
     self._waiting: list[_Group] = []
-    self._recent: dict[str, tuple[int, int]] = {}
-    """(attempt, step) of the shared batch of each trained group, keyed by the group's key. Contains
-    only groups that the other run may still make void.
+    self._recent: dict[str, _Place] = {}
+    """Place of each trained group, keyed by the group's key. Contains only groups that another run
+    may still make void.
     """
     self._batch: list[_Group] = []
     self._counts: collections.Counter[str] = collections.Counter()
@@ -154,7 +216,8 @@ class FollowedBatches:
       yield
     finally:
       self._writer.drop(_uids(self._waiting), 'given up')
-      self._shared.close()
+      for run in self._runs:
+        run.shared.close()
 
   def advance(self, step: int, served: int) -> None:
     self._writer = self._store.at(step)
@@ -166,8 +229,8 @@ class FollowedBatches:
     shared first.
 
     Raises:
-      WaitExpired: the other run did not share enough groups in time.
-      UserError: the two runs do not match, for example in vocabulary, prompts or group size.
+      WaitExpired: the other runs did not share enough groups in time.
+      UserError: the runs do not match, for example in vocabulary, prompts or group size.
     """
     config = self._config
     asked = self._events.request(Edge.FETCH, source='followed')
@@ -176,7 +239,7 @@ class FollowedBatches:
       name='collect',
       owner='the loop',
       waits_for=(
-        f'{config.groups_per_batch} groups of the run that {config.where}.run names '
+        f'{config.groups_per_batch} groups of {self._awaited()} '
         '(rollout.collect_deadline_s); is it running, and does it follow this run?'
       ),
       deadline_s=config.deadline_s,
@@ -187,7 +250,9 @@ class FollowedBatches:
     rows = [row for member in members for row in step_rows(member, places)]
     self._events.reply(asked, count=len(rows))
     counts = {f'explore/{name}': self._counts[name] for name in _COUNTERS}
-    counts['perf/unread_batches'] = await asyncio.to_thread(self._unread)
+    counts['perf/unread_batches'] = await asyncio.to_thread(
+      lambda: sum(run.unread() for run in self._runs)
+    )
     counts['explore/open'] = len(self._waiting) - len(self._batch)
     return with_digests(with_prefixes(rows, steps), steps), counts
 
@@ -198,7 +263,7 @@ class FollowedBatches:
   def trained(self, plan: StepPlan) -> None:
     self._writer.trained(_uids(self._batch))
     self._waiting = self._waiting[len(self._batch) :]
-    self._recent |= {group.key: (group.attempt, group.step) for group in self._batch}
+    self._recent |= {group.key: group.place for group in self._batch}
     self._counts.clear()
     self._writer = self._store.at(self._writer.step + 1)
     self._completed = self._now()
@@ -208,16 +273,26 @@ class FollowedBatches:
 
   def restore(self, state: Any) -> None:
     """Restores the state from a commit. The store must have been recovered to the same commit."""
-    self._cursor = tuple(state['cursor'])
-    self._recent = {key: tuple(place) for key, place in state['recent'].items()}
+    # Commits written when only one run could be followed contain the position as `cursor`.
+    cursors = state['cursors'] if 'cursors' in state else [state['cursor']]
+    if len(cursors) > len(self._runs):
+      raise UserError(
+        f'{self._config.where}.run: names {len(self._runs)} runs, but this run has followed '
+        f'{len(cursors)}; keep their directories in their order, and add others at the end'
+      )
+    for run, cursor in zip(self._runs, cursors):
+      run.restore(*cursor)
+    for run in self._runs[len(cursors) :]:  # Otherwise, only the new runs would be read for long.
+      run.read = min(known.read for known in self._runs[: len(cursors)])
+    self._recent = {key: _Place(*place) for key, place in state['recent'].items()}
     self._waiting = [self._recall(*group) for group in state['waiting']]
     self._completed = state
 
   def _now(self) -> Json:
     return {
-      'cursor': list(self._cursor),
+      'cursors': [run.to_json() for run in self._runs],
       'waiting': [group.to_json() for group in self._waiting],
-      'recent': {key: list(place) for key, place in self._recent.items()},
+      'recent': {key: [*dataclasses.astuple(place)] for key, place in self._recent.items()},
     }
 
   async def _collect(self) -> list[_Group]:
@@ -233,13 +308,16 @@ class FollowedBatches:
     batch if too few groups remain. Returns whether it has read a batch.
     """
     try:
-      place = self._next()
+      for run in self._runs:
+        self._locate(run)
+      self._check_draws()
       self._expire()
-      if place is None or len(self._waiting) >= self._config.groups_per_batch:
+      if len(self._waiting) >= self._config.groups_per_batch:
         return False
-      if place[1] not in self._shared.steps().get(place[0], ()):
+      run = self._turn()
+      if run is None:
         return False
-      self._copy(self._read(*place))
+      self._copy(run, self._read(run))
     except (SegmentError, _Unreadable) as error:
       # The other run may be restarting, or someone may still restore the file.
       if str(error) != self._warned:
@@ -248,46 +326,74 @@ class FollowedBatches:
       return False
     return True
 
-  def _read(self, attempt: int, step: int) -> SharedBatch:
+  def _read(self, run: _Run) -> SharedBatch:
     try:
-      return self._shared.read(attempt, step)
+      return run.shared.read(run.attempt, run.step)
     except UserError as error:
       raise _Unreadable(str(error)) from None
 
-  def _next(self) -> tuple[int, int] | None:
-    """Returns the next batch to read as (attempt, step), and drops the groups that became void.
-    Returns None if the other run has not started.
-
-    Raises UserError if the other run's store has been replaced or its vocabulary differs.
+  def _turn(self) -> _Run | None:
+    """Returns the run whose next batch is read now: the one with the fewest batches read, or the
+    first of several. Returns None if that batch has not been shared.
     """
-    config, (store, attempt, step) = self._config, self._cursor
+    first = min(self._runs, key=lambda run: run.read)
+    if self._config.order == 'turns' or first.has_next():
+      return first if first.has_next() else None
+    earlier = min(filter(_Run.has_next, self._runs), key=lambda run: run.read, default=None)
+    self.clock_decisions += earlier is not None
+    return earlier
+
+  def _awaited(self) -> str:
+    """Returns the key and directory of the run that is next, for messages."""
+    where = min(self._runs, key=lambda run: run.read).where
+    return f'the run that {where} names' if len(self._runs) == 1 else f'a run of {where}'
+
+  def _locate(self, run: _Run) -> None:
+    """Finds the next batch of a run to read, and drops its groups that became void.
+
+    Raises UserError if the run's store has been replaced or its vocabulary differs.
+    """
+    attempt = run.attempt
     try:
-      openings = self._shared.openings()
+      openings = run.shared.openings()
     except UserError as error:
       raise _Unreadable(str(error)) from None
     for opening in openings:
-      if opening.store != (store := store or opening.store):
+      run.store = run.store or opening.store
+      if opening.store != run.store:
         raise UserError(
-          f'{config.where}.run: has store {opening.store}, but this run has followed store '
-          f'{store}; restore that run directory, or branch from a commit with --reset_data'
+          f'{run.where}: has store {opening.store}, but this run has followed store '
+          f'{run.store}; restore that run directory, or branch from a commit with --reset_data'
         )
-      if opening.vocabulary != config.vocabulary:
+      if opening.vocabulary != self._config.vocabulary:
         raise UserError(
-          f'{config.where}.run: has another vocabulary; start both runs from the same checkpoint, '
+          f'{run.where}: has another vocabulary; start both runs from the same checkpoint, '
           'or use the same tasksets and policy.tokenizer'
         )
-    place = next_batch(openings, attempt, step)
+    if openings:
+      run.draws = openings[-1].draws
+    place = next_batch(openings, attempt, run.step)
     if place is None:
-      return None
-    now_attempt, now_step, voids = place
+      return
+    run.attempt, run.step, voids = place
     if voids:
-      self._drop_voided(
-        attempt, [(o.attempt, o.step) for o in openings if attempt < o.attempt <= now_attempt]
-      )
-    self._cursor = (store, now_attempt, now_step)
-    return now_attempt, now_step
+      starts = [(o.attempt, o.step) for o in openings if attempt < o.attempt <= run.attempt]
+      self._drop_voided(run, attempt, starts)
 
-  def _drop_voided(self, before: int, starts: Sequence[tuple[int, int]]) -> None:
+  def _check_draws(self) -> None:
+    """Raises UserError if two runs draw the same tasks with the same random numbers, because they
+    would share the same rollouts.
+    """
+    by_draws: dict[str, _Run] = {}
+    for run in self._runs:
+      if run.draws and (other := by_draws.setdefault(run.draws, run)) is not run:
+        raise UserError(
+          f'{run.where}: draws the same tasks as {other.shared.directory} ({run.draws}); '
+          'give each explorer another source.follow.share, such as (0, 2) and (1, 2), or another '
+          'seed'
+        )
+
+  def _drop_voided(self, run: _Run, before: int, starts: Sequence[tuple[int, int]]) -> None:
     """Drops the waiting groups of void batches, and counts the groups of void batches that this run
     has already trained on.
 
@@ -296,17 +402,19 @@ class FollowedBatches:
       starts: (attempt, first step) of each later start of the other run.
     """
 
-    def void(attempt: int, step: int) -> bool:
-      return any(later > attempt and begin <= step for later, begin in starts)
+    def void(place: _Place) -> bool:
+      return place.run == run.number and any(
+        later > place.attempt and begin <= place.step for later, begin in starts
+      )
 
-    voided = [group for group in self._waiting if void(group.attempt, group.step)]
-    self._waiting = [group for group in self._waiting if not void(group.attempt, group.step)]
+    voided = [group for group in self._waiting if void(group.place)]
+    self._waiting = [group for group in self._waiting if not void(group.place)]
     self._writer.drop(_uids(voided), VOIDED)
     self._counts['voided'] += len(voided)
     # Void groups of attempts before `before` were counted when reading advanced to attempt
     # `before`.
     self._counts['voided_trained'] += sum(
-      attempt >= before and void(attempt, step) for attempt, step in self._recent.values()
+      place.attempt >= before and void(place) for place in self._recent.values()
     )
 
   def _expire(self) -> None:
@@ -320,24 +428,24 @@ class FollowedBatches:
   def _is_old(self, version: int) -> bool:
     return self._writer.step - version > self._config.bound
 
-  def _copy(self, batch: SharedBatch) -> None:
+  def _copy(self, run: _Run, batch: SharedBatch) -> None:
     """Copies those groups of a shared batch that this run can train on, in one transaction."""
     # Everything is read before anything changes, so that an unreadable batch can be read again.
-    read = [(group, self._shared.samples(group)) for group in batch.groups if self._wants(group)]
+    read = [(group, run.shared.samples(group)) for group in batch.groups if self._wants(group)]
     self._counts['left_out'] += len(batch.groups) - len(read)
     copies = []
     with self._store.transaction():
       for group, trajectories in read:
-        if (copy := self._own_group(batch, group, trajectories)) is not None:
+        if (copy := self._own_group(run, batch, group, trajectories)) is not None:
           self._admit(batch, group, copy)
           copies.append(copy)
-    store, attempt, step = self._cursor
-    self._cursor = (store, attempt, step + 1)
+    run.step += 1
+    run.read += 1
     self._waiting += copies
     self._recent = {
-      key: (started, at)
-      for key, (started, at) in self._recent.items()
-      if at >= batch.committed or started > batch.attempt
+      key: place
+      for key, place in self._recent.items()
+      if place.run != run.number or place.step >= batch.committed or place.attempt > batch.attempt
     }
 
   def _wants(self, group: SharedGroup) -> bool:
@@ -347,7 +455,11 @@ class FollowedBatches:
     return group.task in self._tasks and group.key not in self._recent
 
   def _own_group(
-    self, batch: SharedBatch, group: SharedGroup, trajectories: Sequence[Sequence[Sample]]
+    self,
+    run: _Run,
+    batch: SharedBatch,
+    group: SharedGroup,
+    trajectories: Sequence[Sequence[Sample]],
   ) -> _Group | None:
     """Converts a shared group to a group of this run. Returns None if the group is left out or too
     old.
@@ -355,11 +467,11 @@ class FollowedBatches:
     config = self._config
     if len(group.trajectories) > config.group_size:
       raise UserError(
-        f'{config.where}.group_size: {config.group_size}, but {config.where}.run shares groups of '
+        f'{config.where}.group_size: {config.group_size}, but {run.where} shares groups of '
         f'{len(group.trajectories)}; raise group_size'
       )
-    self._check(group, trajectories)
-    versions = [self._versions(batch, steps) for steps in trajectories]
+    self._check(run, group, trajectories)
+    versions = [self._versions(run, batch, steps) for steps in trajectories]
     longest = max(len(step.tokens) for steps in trajectories for step in steps)
     if longest > config.longest or None in versions:
       self._counts['left_out'] += 1
@@ -376,14 +488,15 @@ class FollowedBatches:
       return None
     self._visits[task.uid] = visit + 1
     uids = tuple(tuple(step.uid for step in member.steps) for member in members)
-    return _Group(uids, batch.attempt, batch.step, group.key, version, members)
+    place = _Place(batch.attempt, batch.step, run.number)
+    return _Group(uids, place, group.key, version, members)
 
-  def _check(self, group: SharedGroup, trajectories: Sequence[Sequence[Sample]]) -> None:
+  def _check(self, run: _Run, group: SharedGroup, trajectories: Sequence[Sequence[Sample]]) -> None:
     """Raises UserError if the group's prompt differs from the task's prompt in this run, if a
     trajectory has too many steps, or if the indices of trajectories or steps are inconsistent.
     """
     config, task = self._config, self._tasks[group.task]
-    what = f'{config.where}.run: group {group.group}'
+    what = f'{run.where}: group {group.group}'
     first = trajectories[0][0]
     if [*self._render(task)] != first.tokens[: first.prompt_len].tolist():
       raise UserError(
@@ -408,7 +521,7 @@ class FollowedBatches:
       raise UserError(f'{what} has two trajectories with the same index: {sorted(indices)}')
 
   def _versions(
-    self, batch: SharedBatch, steps: Sequence[Sample]
+    self, run: _Run, batch: SharedBatch, steps: Sequence[Sample]
   ) -> dict[int, SharedVersion] | None:
     """Returns the exported versions that generated a trajectory, keyed by the attempt number in the
     trajectory's segments. Returns None if a version is unknown, or if this run was killed and has
@@ -423,7 +536,7 @@ class FollowedBatches:
         return None
       if version.run != self._store.name:
         raise UserError(
-          f'{self._config.where}.run: follows the weights of another run (store {version.run}; '
+          f'{run.where}: follows the weights of another run (store {version.run}; '
           f'the store of this run is {self._store.name}); set its source.follow.run to this run '
           'directory'
         )
@@ -498,11 +611,12 @@ class FollowedBatches:
     writer.derive([*experience_rows(members), *rows])
     writer.admit([step.uid for step in samples])
 
-  def _recall(self, uids, attempt: int, step: int, key: str, version: int) -> _Group:
+  def _recall(self, uids, attempt: int, step: int, key: str, version: int, run: int = 0) -> _Group:
     """Reads a copied group from this run's store.
 
     Args:
-      uids: uids of the steps of each trajectory. The other arguments are fields of `_Group`.
+      uids: uids of the steps of each trajectory. The other arguments are fields of `_Group` and of
+        its place.
     """
     samples = iter(self._store.read([uid for steps in uids for uid in steps]))
     firsts = [first for first, *_ in uids]
@@ -526,16 +640,8 @@ class FollowedBatches:
           masked=rewards[first.uid]['masked'],
         )
       )
-    return _Group(tuple(map(tuple, uids)), attempt, step, key, version, tuple(members))
-
-  def _unread(self) -> int:
-    """Returns the number of shared batches that this run has not read."""
-    _, attempt, step = self._cursor
-    return sum(
-      started > attempt or (started == attempt and at >= step)
-      for started, steps in self._shared.steps().items()
-      for at in steps
-    )
+    place = _Place(attempt, step, run)
+    return _Group(tuple(map(tuple, uids)), place, key, version, tuple(members))
 
 
 class _Unreadable(RunError):

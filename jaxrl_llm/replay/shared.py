@@ -63,6 +63,10 @@ class Opening:
   """Step of the first batch that the run shares after this start."""
   vocabulary: str
   """Digest of the tokenizer's vocabulary (`vocabulary_digest`)."""
+  draws: str = ''
+  """Seed and share that determine which tasks the run draws and with which random numbers. Two runs
+  with the same text generate the same rollouts. Empty in files of earlier program versions.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,7 +216,11 @@ class UnsharedBatch:
 
 
 class SharedBatches:
-  """Reader of the batches that another run shares. It writes nothing."""
+  """Reader of the batches that another run shares. It writes nothing.
+
+  Attributes:
+    directory: directory of the other run's store.
+  """
 
   def __init__(self, directory: pathlib.Path, decode: Callable[[bytes], Sample]):
     """
@@ -220,7 +228,7 @@ class SharedBatches:
       directory: directory of the other run's store, which need not exist yet.
       decode: decodes a row. Raises an exception if the row is not a sample that this run can use.
     """
-    self._directory, self._decode = directory, decode
+    self.directory, self._decode = directory, decode
     self._reader = open_segment_reader(directory / SEGMENTS)
 
   def openings(self) -> list[Opening]:
@@ -248,14 +256,14 @@ class SharedBatches:
     batch = self._parse(name, SharedBatch)
     if (batch.attempt, batch.step) != (attempt, step):
       raise UserError(
-        f'{self._directory / SHARED / name}: contains batch {batch.step} of start {batch.attempt}; '
+        f'{self.directory / SHARED / name}: contains batch {batch.step} of start {batch.attempt}; '
         'restore the file'
       )
     try:
       for group in batch.groups:
         _check(group)
     except ValueError as error:
-      raise UserError(f'{self._directory / SHARED / name}: {error}; restore the file') from None
+      raise UserError(f'{self.directory / SHARED / name}: {error}; restore the file') from None
     return batch
 
   def samples(self, group: SharedGroup) -> list[list[Sample]]:
@@ -267,7 +275,7 @@ class SharedBatches:
     for row in rows:
       if pathlib.PurePath(row.segment).name != row.segment:
         raise SegmentError(
-          f'shared group {group.group}: segment {row.segment!r} is outside of {self._directory}'
+          f'shared group {group.group}: segment {row.segment!r} is outside of {self.directory}'
         )
     try:
       payloads = iter(self._reader.read_bytes([(row.segment, row.row) for row in rows]))
@@ -283,7 +291,7 @@ class SharedBatches:
     self._reader.close()
 
   def _decoded(self, row: SharedRow, payload: bytes) -> Sample:
-    where = f'segment {self._directory / SEGMENTS / row.segment}, row {row.row}'
+    where = f'segment {self.directory / SEGMENTS / row.segment}, row {row.row}'
     if (found := digest(payload)) != row.digest:
       raise SegmentError(f'{where}: digest {found}, wanted {row.digest}; restore the file')
     try:
@@ -293,12 +301,12 @@ class SharedBatches:
 
   def _names(self) -> Iterable[str]:
     try:
-      return os.listdir(self._directory / SHARED)
+      return os.listdir(self.directory / SHARED)
     except FileNotFoundError:
       return ()
 
   def _parse(self, name, kind):
-    path = self._directory / SHARED / name
+    path = self.directory / SHARED / name
     try:
       value = parse_json(read_bytes(path, _MAX_BYTES).decode())
     except (OSError, ValueError) as error:

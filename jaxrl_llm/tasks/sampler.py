@@ -116,7 +116,20 @@ class SamplerConfig:
 class TaskSampler:
   """Draws an endless sequence of tasks from several tasksets."""
 
-  def __init__(self, tasksets: Sequence[Taskset], config: SamplerConfig, *, seed: int):
+  def __init__(
+    self,
+    tasksets: Sequence[Taskset],
+    config: SamplerConfig,
+    *,
+    seed: int,
+    share: tuple[int, int] = (0, 1),
+  ):
+    """
+    Args:
+      share: index and count. Of every `count` drawn tasks, `next` returns the one at `index`.
+        Samplers that differ only in the index therefore divide one sequence of tasks among
+        themselves, unless the order depends on the results of the tasks.
+    """
     names = [taskset.name for taskset in tasksets]
     if len(set(names)) != len(names):
       raise UserError(f'task sampler: tasksets are named {names}; give each its own name')
@@ -124,7 +137,7 @@ class TaskSampler:
     if not self._tasks:
       raise UserError(f'task sampler: tasksets {names} have no tasks')
     config.check_tasksets(names)
-    self._config, self._batch = config, 0
+    self._config, self._batch, self._share = config, 0, share
     pools = [taskset.tasks for taskset in tasksets] if config.weights else [self._tasks]
     if empty := [name for name, pool in zip(names, pools) if not pool]:
       raise UserError(f'sampler.weights: taskset {empty[0]} has no tasks; remove it')
@@ -141,6 +154,7 @@ class TaskSampler:
       'config': to_json(config),
       'seed': seed,
       'tasks': _fingerprint(self._tasks),
+      'share': list(share),
     }
 
   def __len__(self) -> int:
@@ -154,6 +168,10 @@ class TaskSampler:
     Hence, if n tasks of different tasksets have the same prompt, the first of these tasks gets the
     visit numbers 0, n, 2n, …, the second task gets 1, n + 1, 2n + 1, …, and so on.
     """
+    index, count = self._share
+    return [self._draw() for _ in range(count)][index]
+
+  def _draw(self) -> tuple[Task, int]:
     pool = self._pool()
     drawn, visit = self._pools[pool].next()
     number = self._starts[pool] + drawn
@@ -207,6 +225,7 @@ class TaskSampler:
     """Restores a state. Raises UserError if it belongs to other tasks, another configuration or
     another seed.
     """
+    state = {'share': [0, 1]} | state  # Earlier program versions had no shares.
     differing = [key for key, value in self._identity.items() if state.get(key) != value]
     if differing:
       mismatches = ', '.join(

@@ -28,6 +28,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
+from jaxrl_llm.tasks.sampler import SamplerConfig
 
 
 @pytest.fixture(scope='module')
@@ -161,6 +162,22 @@ STORED = Stored(stages=('a',), tasksets=('t',), sequences_per_batch=10)
       'stages.s.source.export_every',
     ),
     (lambda: stage(Followed(run='r', tasksets=('t',), bound=-1)), 'stages.s.source.bound'),
+    (lambda: stage(Followed(run=(), tasksets=('t',))), 'stages.s.source.run'),
+    (lambda: stage(Followed(run=('r', 'r'), tasksets=('t',))), 'stages.s.source.run'),
+    (
+      lambda: stage(rollouts(rollout_only=True, follow=FollowConfig(run='r', share=(2, 2)))),
+      'stages.s.source.follow.share',
+    ),
+    (
+      lambda: stage(
+        rollouts(
+          rollout_only=True,
+          follow=FollowConfig(run='r', share=(0, 2)),
+          sampler=SamplerConfig(order='prioritised'),
+        )
+      ),
+      'stages.s.source.follow.share',
+    ),
     (
       lambda: stage(rollouts(rollout_only=True, past=PastConfig(groups=1, max_uses=2))),
       'stages.s.source.rollout_only',

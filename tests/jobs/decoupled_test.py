@@ -1,8 +1,9 @@
-"""Two runs, of which one explores and the other trains. They share only files."""
+"""Runs of which one trains and the others explore. They share only files."""
 
 import contextlib
 import itertools
 import json
+import pathlib
 import shutil
 import signal
 
@@ -10,7 +11,9 @@ import job
 import pytest
 import serving
 
+from jaxrl_llm.master.following import FOLLOWED
 from jaxrl_llm.replay.audit import audit
+from jaxrl_llm.replay.index import open_store
 
 SFT = 2
 FIRST = SFT + 2
@@ -30,9 +33,10 @@ def explorer(trains, **follow):
 
 
 def trainer(explores, *, steps, **fields):
-  """Flags of a run that trains on what the run `explores` shares."""
+  """Flags of a run that trains on what the run `explores`, or each of several runs, shares."""
   source = {'@type': 'Followed', 'tasksets': ['train'], 'groups_per_batch': 6, 'group_size': 4}
-  source |= {'run': str(explores), **fields}
+  run = str(explores) if isinstance(explores, pathlib.Path) else [*map(str, explores)]
+  source |= {'run': run, **fields}
   return (
     f'--config.stages.sft.steps={SFT}',
     f'--config.stages.grpo.steps={steps}',
@@ -41,23 +45,26 @@ def trainer(explores, *, steps, **fields):
   )
 
 
-def trained_together(folder, *, steps, kills, bound, engine=(), processes=1):
-  """Runs a trainer to its end and an explorer beside it, and kills each of them.
+def trained_together(folder, *, steps, kills, bound, engine=(), processes=1, explorers=1):
+  """Runs a trainer to its end and explorers beside it, and kills each of them.
 
   Args:
     kills: (run, rows of the trainer when it is killed) of each kill.
     engine: flags of the explorer's engine.
     processes: processes of the trainer.
+    explorers: number of exploring runs, which divide the tasks.
 
   Returns:
-    The two run directories.
+    The run directories of the explorers and of the trainer.
   """
-  explores, trains = folder / 'explores', folder / 'trains'
+  explores = [folder / f'explores-{i}' for i in range(explorers)]
+  trains = folder / 'trains'
   flags = {
-    explores: (*explorer(trains, batches_per_version=1), *engine),
-    trains: trainer(explores, steps=steps, bound=bound),
+    run: (*explorer(trains, batches_per_version=1, share=[i, explorers]), *engine)
+    for i, run in enumerate(explores)
   }
-  several, alive = {explores: 1, trains: processes}, {}
+  several, alive = dict.fromkeys(explores, 1) | {trains: processes}, {}
+  flags[trains] = trainer(explores[0] if explorers == 1 else explores, steps=steps, bound=bound)
   try:
     alive = {run: job.start(run, *flags[run], processes=several[run]) for run in flags}
     for name, rows in kills:
@@ -69,19 +76,22 @@ def trained_together(folder, *, steps, kills, bound, engine=(), processes=1):
       alive[run] = job.start(run, *flags[run], processes=several[run])
     _, err = alive[trains].communicate(timeout=600)
     assert alive[trains].returncode == 0, err
-    alive[explores].send_signal(signal.SIGTERM)
-    _, err = alive[explores].communicate(timeout=60)
-    assert alive[explores].returncode == 128 + signal.SIGTERM, err
+    for run in explores:
+      alive[run].send_signal(signal.SIGTERM)
+    for run in explores:
+      _, err = alive[run].communicate(timeout=60)
+      assert alive[run].returncode == 128 + signal.SIGTERM, err
   finally:
     for process in alive.values():
       with contextlib.suppress(Exception):
         job.kill(process)
-  return explores, trains
+  return *explores, trains
 
 
-def check_accounts(explores, trains, *, steps, bound):
-  explored, trained = audit(explores / 'replay'), audit(trains / 'replay')
-  assert explored.ok, explored.lines
+def check_accounts(*runs, steps, bound):
+  *explores, trains = runs
+  explored, trained = [audit(run / 'replay') for run in explores], audit(trains / 'replay')
+  assert all(report.ok for report in explored), [report.lines for report in explored]
   assert trained.ok and trained.live == (), trained.lines
   assert trained.states['trained'] == steps * 6 * 4, trained.lines
   grpo = job.plans(trains, 'grpo')
@@ -130,7 +140,7 @@ def test_the_trainer_repeats_its_batches_and_weights_bit_for_bit(runs, tmp_path)
 @pytest.mark.acceptance
 def test_each_of_the_two_runs_is_killed_three_times(tmp_path):
   rows = itertools.count(FIRST + 2, 2)
-  kills = [(name, next(rows)) for _ in range(3) for name in ('explores', 'trains')]
+  kills = [(name, next(rows)) for _ in range(3) for name in ('explores-0', 'trains')]
   explores, trains = trained_together(tmp_path, steps=24, kills=kills, bound=2)
   check_accounts(explores, trains, steps=24, bound=2)
   updated = [row for row in job.rows(trains) if 'explore/voided' in row]
@@ -140,13 +150,26 @@ def test_each_of_the_two_runs_is_killed_three_times(tmp_path):
 
 
 @pytest.mark.acceptance
+def test_two_runs_explore_for_one_trainer_and_each_is_killed(tmp_path):
+  kills = [
+    (name, FIRST + 2 + 3 * i) for i, name in enumerate(('explores-0', 'trains', 'explores-1'))
+  ]
+  runs = trained_together(tmp_path, steps=14, kills=kills, bound=2, explorers=2)
+  check_accounts(*runs, steps=14, bound=2)
+  uids = [row['uid'] for plan in job.plans(runs[-1], 'grpo') for row in plan['rows']]
+  with contextlib.closing(open_store(runs[-1] / 'replay')) as store:
+    origins = [copy['store'] for copy in store.derived(uids, FOLLOWED).values()]
+  assert len(set(origins)) == 2 and len(origins) == len(uids)
+
+
+@pytest.mark.acceptance
 def test_a_trainer_of_two_processes_learns_from_a_run_with_a_real_vllm_server(tmp_path):
   engine = (
     '--config.rollout.engine=vllm',
     f'--config.rollout.vllm.environment={serving.ENVIRONMENT}',
     '--config.rollout.vllm.servers=1',
   )
-  kills = [('trains', FIRST + 3), ('explores', FIRST + 6)]
+  kills = [('trains', FIRST + 3), ('explores-0', FIRST + 6)]
   explores, trains = trained_together(
     tmp_path, steps=10, kills=kills, bound=2, engine=engine, processes=2
   )

@@ -15,6 +15,7 @@ import sharing
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.core.waits import WaitExpired
+from jaxrl_llm.master.following import FOLLOWED
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store
 from jaxrl_llm.replay.segments import open_segment_reader, write_segment
@@ -347,3 +348,170 @@ def test_a_wait_for_a_run_that_shares_nothing_ends(tokenizer, tmp_path, store_na
 
   with pytest.raises(WaitExpired, match=r'groups of the run that stages\.learn\.source\.run names'):
     run(work())
+
+
+def shares(tmp_path, taken):
+  """Returns for each batch the other runs whose groups it contains, in order of its groups."""
+  origins = {}
+  for directory in ('first', 'second'):
+    with contextlib.closing(open_store(tmp_path / directory, synchronous='normal')) as store:
+      origins[store.name] = directory
+  with contextlib.closing(open_store(tmp_path / 'own', synchronous='normal')) as store:
+    return [
+      [
+        origins[store.derived([uid], FOLLOWED)[uid]['store']]
+        for uid, member in batch.items()
+        if member.sample.sample_index == 0
+      ]
+      for batch in taken
+    ]
+
+
+@pytest.mark.parametrize('step', [1, 2, 3])
+def test_batches_of_several_runs_are_read_in_turns_and_again_after_a_kill(
+  tokenizer, tmp_path, store_name, step
+):
+  """Batches of three groups, while each of two runs shares two groups at a time."""
+  fields = {'groups_per_batch': 3, 'bound': 9}
+  others = tmp_path / 'first', tmp_path / 'second'
+
+  async def work():
+    for i, other in enumerate(others):
+      await sharing.explore(tokenizer, other, [0] * 3, run=store_name, share=(i, 2))
+    own = sharing.Follower(tokenizer, tmp_path / 'own', *others, **fields)
+    whole = await own.train(4)  # Killed: nothing is dropped.
+    own.store.close()
+    again = sharing.Follower(
+      tokenizer, tmp_path / 'own', *others, start=step, state=own.states[step], **fields
+    )
+    async with again.batches.running():
+      repeated = await again.train(4 - step)
+    again.store.close()
+    return whole, repeated, own, again
+
+  whole, repeated, own, again = run(work())
+
+  def content(plan):
+    return [dataclasses.replace(row, source='', index=0) for row in plan.rows]
+
+  assert [content(plan) for plan in repeated] == [content(plan) for plan in whole[step:]]
+  assert again.states[4] == own.states[4]
+  assert shares(tmp_path, own.taken) == [
+    ['first', 'first', 'second'],
+    ['second', 'first', 'first'],
+    ['second', 'second', 'first'],
+    ['first', 'second', 'second'],
+  ]
+  tasks = [member.task.uid for batch in own.taken for member in batch.values()]
+  assert len(set(tasks)) == 12, 'the two runs divide the tasks'
+  assert own.counts[0]['perf/unread_batches'] == 4 and own.counts[3]['perf/unread_batches'] == 0
+  assert own.batches.clock_decisions == 0
+  report = check(tmp_path / 'own')
+  assert report.states['trained'] == 4 * 3 * 2 and report.live == ()
+
+
+def test_what_one_of_several_runs_makes_void_leaves_the_others_alone(
+  tokenizer, tmp_path, store_name
+):
+  """The second run shares batches 0 to 2, and is killed with a commit after batch 1."""
+  others = tmp_path / 'first', tmp_path / 'second'
+
+  async def work():
+    for i, other in enumerate(others):
+      states, _ = await sharing.explore(
+        tokenizer, other, [0] * (4, 3)[i], run=store_name, share=(i, 2)
+      )
+    own = sharing.Follower(tokenizer, tmp_path / 'own', *others, groups_per_batch=7, bound=9)
+    async with own.batches.running():
+      # Reads two batches of each run. The last group, of the second run's batch 1, waits.
+      await own.train(1)
+      await sharing.explore(
+        tokenizer, others[1], [1] * 4, run=store_name, start=1, state=states[1], share=(1, 2)
+      )
+      await own.train(1)
+    own.store.close()
+    return own
+
+  own = run(work())
+  first, second = own.counts
+  assert first['explore/voided'] == 0
+  assert second['explore/voided'] == 1 and second['explore/voided_trained'] == 1
+  assert [batch.count('first') for batch in shares(tmp_path, own.taken)] == [4, 4]
+  check(tmp_path / 'own')
+  for other in others:
+    check(other)
+
+
+@pytest.mark.parametrize('order', ['turns', 'arrival'])
+def test_a_run_that_shares_nothing_delays_the_others_only_in_turns(
+  tokenizer, tmp_path, store_name, order
+):
+  async def work():
+    await sharing.explore(tokenizer, tmp_path / 'first', [0] * 2, run=store_name, share=(0, 2))
+    own = sharing.Follower(
+      tokenizer,
+      tmp_path / 'own',
+      tmp_path / 'first',
+      tmp_path / 'second',
+      order=order,
+      bound=9,
+      deadline_s=0.2,
+      sleep=asyncio.sleep,
+    )
+    async with own.batches.running():
+      await own.train(1)
+      with contextlib.ExitStack() as refused:
+        if order == 'turns':
+          refused.enter_context(pytest.raises(WaitExpired, match=str(tmp_path / 'second')))
+        await own.train(1)
+    own.store.close()
+    return own
+
+  own = run(work())
+  assert own.batches.clock_decisions == (order == 'arrival')
+  assert len(own.taken) == 1 + (order == 'arrival')
+
+
+def test_runs_that_draw_the_same_tasks_are_refused(tokenizer, tmp_path, store_name):
+  others = tmp_path / 'first', tmp_path / 'second'
+
+  async def work():
+    for other in others:
+      await sharing.explore(tokenizer, other, [0], run=store_name, draws='seed 1, share 0 of 1')
+    own = sharing.Follower(tokenizer, tmp_path / 'own', *others)
+    async with own.batches.running():
+      await own.train(1)
+
+  with pytest.raises(UserError, match=r'draws the same tasks as .*first.*source\.follow\.share'):
+    run(work())
+
+
+def test_a_resumed_run_follows_one_more_run_but_not_fewer(tokenizer, tmp_path, store_name):
+  others = tmp_path / 'first', tmp_path / 'second'
+
+  async def work():
+    for i, other in enumerate(others):
+      await sharing.explore(tokenizer, other, [0] * 3, run=store_name, share=(i, 2))
+    own = sharing.Follower(tokenizer, tmp_path / 'own', others[0], bound=9)
+    await own.train(1)
+    own.store.close()
+    # As written when only one run could be followed.
+    state = json.loads(own.states[1])
+    (cursor,) = state.pop('cursors')
+    state |= {
+      'cursor': cursor[:3],
+      'recent': {key: place[:2] for key, place in state['recent'].items()},
+    }
+    more = sharing.Follower(
+      tokenizer, tmp_path / 'own', *others, start=1, state=json.dumps(state), bound=9
+    )
+    await more.train(2)
+    more.store.close()
+    with pytest.raises(UserError, match='names 1 runs, but this run has followed 2'):
+      sharing.Follower(
+        tokenizer, tmp_path / 'own', others[0], start=3, state=more.states[3], bound=9
+      )
+    return more
+
+  more = run(work())
+  assert shares(tmp_path, more.taken) == [['first', 'first'], ['second', 'second']]

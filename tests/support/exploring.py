@@ -203,6 +203,7 @@ class Exploration:
     delays: int = 0,
     tasks: Sequence[Task] = (),
     sampler: SamplerConfig = SEQUENTIAL,
+    share: tuple[int, int] = (0, 1),
     events: Events = SILENT,
     engine: FakeEngine | None = None,
     scorers: ScorerPool | None = None,
@@ -223,7 +224,7 @@ class Exploration:
     self.scorers = scorers or FakeScorers(judge, delays=delays + 1)
     self.tasks = list(tasks) or make_tasks(24)
     taskset = Taskset(name='train', tasks=tuple(self.tasks), counts={})
-    self.sampler = TaskSampler([taskset], sampler, seed=0)
+    self.sampler = TaskSampler([taskset], sampler, seed=0, share=share)
     self.store = store
     self.hub = MasterHub(self.engine, self.scorers, REWARDS, auxiliary={}, events=events)
     self.runner = GroupRunner(

@@ -29,12 +29,15 @@ def version_at(run: str, step: int) -> SharedVersion:
   return SharedVersion(run=run, attempt=1, step=step, digest=f'weights {step}')
 
 
-async def explore(tokenizer, directory, versions, *, run, start=0, state=None):
+async def explore(
+  tokenizer, directory, versions, *, run, start=0, state=None, share=(0, 1), draws=''
+):
   """Explores batches of two groups of two samples, from step `start` on.
 
   Args:
     versions: for each batch, the follower's step whose weights generate it.
     run: name of the follower's store.
+    draws: how the run says that it draws its tasks.
 
   Returns:
     The states, keyed by number of completed batches; and the experiences of each batch.
@@ -47,11 +50,12 @@ async def explore(tokenizer, directory, versions, *, run, start=0, state=None):
       attempt=store.attempt,
       step=start,
       vocabulary=vocabulary_digest(tokenizer.vocabulary),
+      draws=draws,
     ),
   )
   store.recover(start)
   exploration = exploring.Exploration(
-    tokenizer, store, lambda attempt: float(attempt.uid.endswith('1')), bound=1
+    tokenizer, store, lambda attempt: float(attempt.uid.endswith('1')), bound=1, share=share
   )
   followed = FollowedVersions(directory)
   batches = SharingBatches(
@@ -79,14 +83,13 @@ async def explore(tokenizer, directory, versions, *, run, start=0, state=None):
 
 
 class Follower:
-  """A run that follows the store in `other`."""
+  """A run that follows the stores in `others`."""
 
   def __init__(
     self,
     tokenizer,
     directory: pathlib.Path,
-    other: pathlib.Path,
-    *,
+    *others: pathlib.Path,
     start: int = 0,
     state: str | None = None,
     sleep=None,
@@ -117,7 +120,7 @@ class Follower:
 
     self.batches = FollowedBatches(
       config,
-      SharedBatches(other, functools.partial(checked_sample, bounds=bounds)),
+      [SharedBatches(other, functools.partial(checked_sample, bounds=bounds)) for other in others],
       store=self.store,
       tasks={task.uid: task for task in exploring.make_tasks(24)},
       render=lambda task: tokenizer.render_prompt(task.prompt),

@@ -35,8 +35,8 @@ def draw(sampler, count):
   ]
 
 
-def sampler(order='shuffled', seed=5, sets=SETS, **fields):
-  return TaskSampler(sets, SamplerConfig(order=order, **fields), seed=seed)
+def sampler(order='shuffled', seed=5, sets=SETS, share=(0, 1), **fields):
+  return TaskSampler(sets, SamplerConfig(order=order, **fields), seed=seed, share=share)
 
 
 def test_sequential_is_the_tasksets_in_order_again_and_again():
@@ -50,6 +50,25 @@ def test_every_pass_draws_each_task_once_in_a_new_order():
   assert all(sorted(names) == sorted(passes[0]) and len(set(names)) == 7 for names in passes)
   assert len({tuple(names) for names in passes}) > 5
   assert [name for name, _ in draw(sampler(seed=6), 70)] != [name for name, _ in drawn]
+
+
+@pytest.mark.parametrize('fields', [{}, {'weights': {'a': 1.0, 'b': 2.0}}])
+def test_samplers_divide_one_sequence_of_tasks_by_shares(fields):
+  whole = draw(sampler(**fields), 60)
+  shares = [sampler(share=(i, 3), **fields) for i in range(3)]
+  assert [draw(part, 20) for part in shares] == [whole[0::3], whole[1::3], whole[2::3]]
+  again = sampler(share=(1, 3), **fields)
+  again.restore(json.loads(json.dumps(shares[1].state())))
+  assert draw(again, 5) == draw(shares[1], 5)
+  with pytest.raises(UserError, match='share'):
+    sampler(share=(2, 3), **fields).restore(shares[1].state())
+
+
+def test_a_state_from_before_shares_is_that_of_the_whole_sequence():
+  state = {key: value for key, value in sampler().state().items() if key != 'share'}
+  sampler().restore(state)
+  with pytest.raises(UserError, match='share'):
+    sampler(share=(0, 2)).restore(state)
 
 
 def test_visit_counts_earlier_draws_of_the_task():

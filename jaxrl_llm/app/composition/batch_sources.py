@@ -75,7 +75,7 @@ def build_batches(
   explorer = Explorer(
     explorer_config,
     runner(explorer_config),
-    sampler=TaskSampler(tasksets, source.sampler, seed=seed),
+    sampler=TaskSampler(tasksets, source.sampler, seed=seed, share=source.share),
     store=store,
     events=events,
   )
@@ -175,13 +175,18 @@ def _followed(
     max_steps=config.rollout.max_steps,
     vocabulary=vocabulary_digest(tokenizer.vocabulary),
     deadline_s=config.rollout.collect_deadline_s,
+    order=source.order,
   )
-  run = pathlib.Path(source.run).expanduser()
   # Samples that are too long for the stage are left out later. They must not be refused as invalid.
   bounds = Bounds(vocab_size=prepared.spec.vocab_size, max_length=_LONGEST_ROW)
   return FollowedBatches(
     followed,
-    SharedBatches(run / 'replay', functools.partial(checked_sample, bounds=bounds)),
+    [
+      SharedBatches(
+        pathlib.Path(run).expanduser() / 'replay', functools.partial(checked_sample, bounds=bounds)
+      )
+      for run in source.runs
+    ],
     store=store,
     tasks={task.uid: task for name in source.tasksets for task in prepared.tasksets[name].tasks},
     render=lambda task: tokenizer.render_prompt(task.prompt),

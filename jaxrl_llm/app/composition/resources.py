@@ -31,6 +31,7 @@ from jaxrl_llm.master.evaluation import Evaluator
 from jaxrl_llm.master.exploring.config import ExplorerConfig
 from jaxrl_llm.master.exploring.explorer import Explorer
 from jaxrl_llm.master.exploring.runner import GroupRunner
+from jaxrl_llm.master.following import FollowedBatches
 from jaxrl_llm.master.keeper import Logs
 from jaxrl_llm.master.sharing import SharingBatches
 from jaxrl_llm.parallel.topology import chip_of
@@ -117,13 +118,15 @@ def _open_shared(setup: Setup, prepared: Prepared, store: ReplayStore, step: int
 
   Does nothing if no stage generates rollouts for another run.
   """
-  for stage in setup.stages:
+  for stage, stage_config in zip(setup.stages, setup.config.stages, strict=True):
     if stage.follows:
+      index, count = stage_config.source.share
       opening = Opening(
         store=store.name,
         attempt=store.attempt,
         step=max(step, stage.start),
         vocabulary=vocabulary_digest(prepared.tokenizer.vocabulary),
+        draws=f'seed {setup.config.seed}, share {index} of {count}',
       )
       write_opening(store.directory, opening)
 
@@ -173,7 +176,9 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
   if committed and committed['batches'] is not None and committed['stage'] in batches:
     batches[committed['stage']].restore(committed['batches'])
   explorers = [source.explorer for source in batches.values() if isinstance(source, RolloutBatches)]
-  sharing = [source for source in batches.values() if isinstance(source, SharingBatches)]
+  exchanging = [
+    source for source in batches.values() if isinstance(source, SharingBatches | FollowedBatches)
+  ]
   return Logs(
     metrics=metrics,
     rollouts=rollouts,
@@ -192,7 +197,7 @@ def _open_logs(setup: Setup, prepared: Prepared, committed: Any, services: _Serv
     ),
     suites=prepared.suites,
     decode=functools.partial(prepared.tokenizer.decode, skip_special=False),
-    machine_metrics=_machine_metrics(workdir, explorers, sharing, services),
+    machine_metrics=_machine_metrics(workdir, explorers, exchanging, services),
     peak_flops=_peak_flops(config.logging),
     writers=open_writers(config.logging, workdir, name=config.name),
     transcript_tokens=config.logging.transcript_tokens,
@@ -216,7 +221,7 @@ def _peak_flops(config: LoggingConfig) -> float | None:
 def _machine_metrics(
   workdir: pathlib.Path,
   explorers: Sequence[Explorer],
-  sharing: Sequence[SharingBatches],
+  exchanging: Sequence[SharingBatches | FollowedBatches],
   services: _Services,
 ) -> Callable[[], dict[str, float]]:
   """Returns a function that returns metrics of process 0 and its services since the previous
@@ -239,7 +244,7 @@ def _machine_metrics(
       **resources(workdir),
       'run/clock_decisions': scorers.counts['timeout']
       + sum(explorer.clock_decisions for explorer in explorers)
-      + sum(source.clock_decisions for source in sharing),
+      + sum(source.clock_decisions for source in exchanging),
       **scorers.take_metrics(),
       **seconds_metrics('scorers', [scorers.clock]),
       **of_engine,
