@@ -54,7 +54,9 @@ _EXPLORERS = flags.DEFINE_list(
   'explorers',
   ['none'],
   'Who runs the workflow and fetches the answers; each value is a side. none: the master. master: '
-  'an explorer process runs it, and the master fetches. direct: the explorer fetches.',
+  'an explorer process runs it, and the master fetches. direct: the explorer fetches. followed: '
+  'another run explores, without explorer processes, and the measured master trains on what that '
+  'run has shared (`Followed`).',
 )
 _ROUNDS = flags.DEFINE_integer('rounds', 1, 'Runs of each side.')
 _TOKEN = 'token-of-this-benchmark-0123456789'
@@ -86,6 +88,10 @@ PARTS = {
   'decode text': ('rollout.workflow:completion_text',),
   'build samples': ('rollout.workflow:rollout_sample',),
   'encode samples': ('replay.writer:encode',),
+  'read shared samples': (
+    'replay.shared:SharedBatches.read',
+    'replay.shared:SharedBatches.samples',
+  ),
   'store groups': (
     'master.exploring.explorer:Explorer._admit',
     'replay.writer:StepWriter.append',
@@ -189,7 +195,7 @@ async def serve(uds: str) -> None:
   length = _TOKENS.value + _PROMPT
   server = FakeServer(backend, max_model_len=length, vocab_size=fleets.VOCAB)
   await server.start(uds=uds)
-  if _EXPLORERS.value != ['none']:
+  if _EXPLORERS.value not in (['none'], ['followed']):
     await open_front(uds)
   await server.ended.wait()  # The wait 'client' is bounded by the benchmark, which kills it.
 
@@ -223,7 +229,7 @@ async def fleet_over(sockets: list[str], folder: pathlib.Path):
   config = {'latency_s': 3600.0}
   if any(field.name == 'stream' for field in dataclasses.fields(serving.VllmConfig)):
     config['stream'] = _STREAM.value or None
-  if _EXPLORERS.value == ['none']:
+  if _EXPLORERS.value in (['none'], ['followed']):
     opening = serving.attached(fleets.MODEL, addresses, folder, **config)
   else:
     is_direct = _EXPLORERS.value == ['direct']
@@ -289,19 +295,13 @@ async def started(workflow):
     await workflow.close()
 
 
-def open_run(fleet, folder: pathlib.Path):
-  """Opens the explorer's batches, the logs that a step writes to, and the workflow."""
+def make_tasks() -> list:
   import exploring
 
   from jaxrl_llm.core.records.task import Task
-  from jaxrl_llm.master.batches import RolloutBatches
-  from jaxrl_llm.master.keeper import Logs
-  from jaxrl_llm.runtime.writers import MetricsWriter, RolloutsWriter
 
-  store = exploring.new_store(folder / 'replay')
-  tokenizer = exploring.make_tokenizer(folder / 'tokenizer')
   letters = [exploring.LETTERS[i % 8] for i in range(_PROMPT - 8)]
-  tasks = [
+  return [
     Task(
       taskset='train',
       domain='general',
@@ -311,23 +311,121 @@ def open_run(fleet, folder: pathlib.Path):
     )
     for i in range(_SAMPLES.value // _SIZE.value)
   ]
+
+
+def make_exploration(fleet, tokenizer, store, folder: pathlib.Path):
+  import exploring
+
   options = {}
-  if _EXPLORERS.value != ['none']:
+  if _EXPLORERS.value not in (['none'], ['followed']):
     options['make'] = functools.partial(make_crew, folder=folder)
-  exploration = exploring.Exploration(
+  return exploring.Exploration(
     tokenizer,
     store,
     lambda attempt: float(hash_of(attempt.completion) % 2),
     engine=fleet,
-    tasks=tasks,
+    tasks=make_tasks(),
     max_tokens=_TOKENS.value,
     groups_per_batch=_SAMPLES.value // _SIZE.value,
     group_size=_SIZE.value,
     collect_deadline_s=3600.0,
     **options,
   )
-  batches = RolloutBatches(exploration.explorer)
-  logs = Logs(
+
+
+@contextlib.asynccontextmanager
+async def run_over(sockets: list[str], folder: pathlib.Path):
+  """Runs the master over the servers. Yields its batches and the logs that a step writes to."""
+  import exploring
+
+  from jaxrl_llm.master.batches import RolloutBatches
+
+  store = exploring.new_store(folder / 'replay')
+  tokenizer = exploring.make_tokenizer(folder / 'tokenizer')
+  async with fleet_over(sockets, folder) as fleet:
+    exploration = make_exploration(fleet, tokenizer, store, folder)
+    batches = RolloutBatches(exploration.explorer)
+    async with started(exploration.runner.workflow), batches.running():
+      yield batches, open_logs(folder, store, tokenizer, batches)
+
+
+@contextlib.asynccontextmanager
+async def run_that_follows(sockets: list[str], folder: pathlib.Path):
+  """Lets another run explore all batches and share them, and then runs a master that follows it.
+  Yields its batches and the logs that a step writes to.
+  """
+  import exploring
+
+  from jaxrl_llm.master.following import FollowedBatches, FollowedConfig
+  from jaxrl_llm.replay.shared import SharedBatches, vocabulary_digest
+  from jaxrl_llm.rollout.untrusted import Bounds, checked_sample
+  from jaxrl_llm.rollout.workflow import completion_text
+
+  store = exploring.new_store(folder / 'replay')
+  tokenizer = exploring.make_tokenizer(folder / 'tokenizer')
+  await share(sockets, folder, tokenizer, follower=store.name)
+  length = _TOKENS.value + _PROMPT
+  bounds = Bounds(vocab_size=tokenizer.vocab_size, max_length=length)
+  batches = FollowedBatches(
+    FollowedConfig(
+      stage='grpo',
+      where='stages.grpo.source',
+      groups_per_batch=_SAMPLES.value // _SIZE.value,
+      group_size=_SIZE.value,
+      bound=_STEPS.value,
+      longest=length,
+      max_steps=1,
+      vocabulary=vocabulary_digest(tokenizer.vocabulary),
+      deadline_s=3600.0,
+    ),
+    [SharedBatches(folder / 'explorer', functools.partial(checked_sample, bounds=bounds))],
+    store=store,
+    tasks={task.uid: task for task in make_tasks()},
+    render=lambda task: tokenizer.render_prompt(task.prompt),
+    text=lambda sample: completion_text(
+      tokenizer, sample.tokens[sample.prompt_len :], sample.finish_reason
+    ),
+    exported=lambda step: 'weights',
+  )
+  async with batches.running():
+    yield batches, open_logs(folder, store, tokenizer, batches)
+
+
+async def share(sockets: list[str], folder: pathlib.Path, tokenizer, *, follower: str) -> None:
+  """Explores all batches and shares them with the run whose store is named `follower`."""
+  import exploring
+
+  from jaxrl_llm.batching.plan import StepPlan
+  from jaxrl_llm.master.sharing import SharingBatches
+  from jaxrl_llm.replay.shared import Opening, SharedVersion, vocabulary_digest, write_opening
+
+  store = exploring.new_store(folder / 'explorer')
+  vocabulary = vocabulary_digest(tokenizer.vocabulary)
+  opening = Opening(store=store.name, attempt=store.attempt, step=0, vocabulary=vocabulary)
+  write_opening(store.directory, opening)
+  async with fleet_over(sockets, folder) as fleet:
+    batches = SharingBatches(
+      make_exploration(fleet, tokenizer, store, folder).explorer,
+      store=store,
+      version_of=lambda attempt: SharedVersion(
+        run=follower, attempt=attempt, step=0, digest='weights'
+      ),
+      taken_versions=lambda: 0,
+      committed=lambda: 0,
+    )
+    async with batches.running():
+      for step in range(_STEPS.value + 1):
+        batches.advance(step, step)
+        rows, _ = await batches.next()
+        batches.trained(StepPlan(step=step, stage='grpo', rows=tuple(rows)))
+  store.close()
+
+
+def open_logs(folder: pathlib.Path, store, tokenizer, batches):
+  from jaxrl_llm.master.keeper import Logs
+  from jaxrl_llm.runtime.writers import MetricsWriter, RolloutsWriter
+
+  return Logs(
     metrics=MetricsWriter(folder, committed=None),
     rollouts=RolloutsWriter(folder),
     evals=None,
@@ -339,7 +437,6 @@ def open_run(fleet, folder: pathlib.Path):
     decode=functools.partial(tokenizer.decode, skip_special=False),
     machine_metrics=dict,
   )
-  return batches, logs, exploration.runner.workflow
 
 
 _DIGITS = str.maketrans('01234567', 'abcdefgh')
@@ -367,7 +464,10 @@ async def write(logs, batches, step: int) -> list:
   done = keeper.write_step(logs, stage, step + 1, batch, updated, seconds, spent)
   if inspect.isawaitable(done):
     await done
-  return [member.sample for member in batches.taken().values()]
+  samples = [member.sample for member in batches.taken().values()]
+  if _EXPLORERS.value == ['followed']:
+    batches.trained(plan)
+  return samples
 
 
 async def measure(sockets: list[str], folder: pathlib.Path) -> dict:
@@ -375,23 +475,22 @@ async def measure(sockets: list[str], folder: pathlib.Path) -> dict:
   and a digest of all samples.
   """
   parts, callbacks, digest, samples = Parts(), Callbacks(), hashlib.blake2b(), []
-  async with fleet_over(sockets, folder) as fleet:
-    batches, logs, workflow = open_run(fleet, folder)
-    async with started(workflow), batches.running():
-      batches.advance(0, 0)
-      for step in range(_STEPS.value + 1):
-        samples += await write(logs, batches, step)
-        if step == 0:  # The first step imports and opens what is used.
-          parts.seconds.clear()
-          gc.collect()
-          gc.freeze()  # As a run does: a collection of all imported objects takes 0.15 s.
-          await asyncio.sleep(0)  # The collection does not count as a callback.
-          callbacks.count, callbacks.seconds = 0, 0.0
-          began = usage()
-        if step < _STEPS.value:
-          batches.advance(step + 1, step + 1)
-      spent = {name: value - began[name] for name, value in usage().items()}
-      called = callbacks.count
+  opened = run_that_follows if _EXPLORERS.value == ['followed'] else run_over
+  async with opened(sockets, folder) as (batches, logs):
+    batches.advance(0, 0)
+    for step in range(_STEPS.value + 1):
+      samples += await write(logs, batches, step)
+      if step == 0:  # The first step imports and opens what is used.
+        parts.seconds.clear()
+        gc.collect()
+        gc.freeze()  # As a run does: a collection of all imported objects takes 0.15 s.
+        await asyncio.sleep(0)  # The collection does not count as a callback.
+        callbacks.count, callbacks.seconds = 0, 0.0
+        began = usage()
+      if step < _STEPS.value:
+        batches.advance(step + 1, step + 1)
+    spent = {name: value - began[name] for name, value in usage().items()}
+    called = callbacks.count
   for sample in sorted(samples, key=lambda sample: sample.uid):
     for array in (sample.tokens, sample.behaviour_logprobs, sample.loss_mask):
       digest.update(array.tobytes())
@@ -429,7 +528,9 @@ def servers(folder: pathlib.Path, explorers: str):
   options = [f'--tokens={_TOKENS.value}', f'--explorers={explorers}']
   command = [sys.executable, __file__, 'serve', *options]
   processes = [subprocess.Popen([*command, socket]) for socket in sockets]
-  ready = sockets if explorers == 'none' else [f'{socket}.front' for socket in sockets]
+  ready = (
+    sockets if explorers in ('none', 'followed') else [f'{socket}.front' for socket in sockets]
+  )
   try:
     while not all(pathlib.Path(file).exists() for file in ready):
       if any(process.poll() is not None for process in processes):
