@@ -464,10 +464,7 @@ async def write(logs, batches, step: int) -> list:
   done = keeper.write_step(logs, stage, step + 1, batch, updated, seconds, spent)
   if inspect.isawaitable(done):
     await done
-  samples = [member.sample for member in batches.taken().values()]
-  if _EXPLORERS.value == ['followed']:
-    batches.trained(plan)
-  return samples
+  return [member.sample for member in batches.taken().values()]
 
 
 async def measure(sockets: list[str], folder: pathlib.Path) -> dict:
