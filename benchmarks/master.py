@@ -1,7 +1,7 @@
 """CPU time that the master spends on a sample, by thread, process and part.
 
   .venv/bin/python benchmarks/master.py [--before=DIRECTORY] [--samples=64] [--tokens=16384] \\
-    [--steps=2] [--explorers=none,master,direct]
+    [--steps=2] [--explorers=none,master,direct,followed]
 
 Fake servers answer `--samples` samples of `--tokens` tokens per step. The master has the parts that
 it has in a run: fleet, workflow, explorer, store, batches, and the logs of a step. Scorers answer
@@ -57,6 +57,9 @@ _EXPLORERS = flags.DEFINE_list(
   'an explorer process runs it, and the master fetches. direct: the explorer fetches. followed: '
   'another run explores, without explorer processes, and the measured master trains on what that '
   'run has shared (`Followed`).',
+)
+_TRANSCRIPTS = flags.DEFINE_integer(
+  'transcript_tokens', 100_000, 'logging.transcript_tokens of trees that have it.'
 )
 _ROUNDS = flags.DEFINE_integer('rounds', 1, 'Runs of each side.')
 _TOKEN = 'token-of-this-benchmark-0123456789'
@@ -425,6 +428,9 @@ def open_logs(folder: pathlib.Path, store, tokenizer, batches):
   from jaxrl_llm.master.keeper import Logs
   from jaxrl_llm.runtime.writers import MetricsWriter, RolloutsWriter
 
+  options = {}
+  if any(field.name == 'transcript_tokens' for field in dataclasses.fields(Logs)):
+    options['transcript_tokens'] = _TRANSCRIPTS.value
   return Logs(
     metrics=MetricsWriter(folder, committed=None),
     rollouts=RolloutsWriter(folder),
@@ -436,6 +442,7 @@ def open_logs(folder: pathlib.Path, store, tokenizer, batches):
     suites=(),
     decode=functools.partial(tokenizer.decode, skip_special=False),
     machine_metrics=dict,
+    **options,
   )
 
 
@@ -544,7 +551,7 @@ def measured(tree: pathlib.Path, explorers: str) -> dict:
   """Measures a tree in a separate process."""
   with tempfile.TemporaryDirectory() as directory:
     folder = pathlib.Path(directory)
-    names = ('samples', 'tokens', 'steps', 'group_size', 'stream')
+    names = ('samples', 'tokens', 'steps', 'group_size', 'stream', 'transcript_tokens')
     options = [f'--{name}={flags.FLAGS[name].value}' for name in names]
     options.append(f'--explorers={explorers}')
     with servers(folder, explorers) as sockets:
