@@ -111,7 +111,8 @@ def measure(policy: str, bound: int, folder: pathlib.Path) -> dict[str, object]:
         passed.append(counts.get('passed_over', 0))
         uids = [member.sample.uid for member in batch]
         store.at(step).seal(uids)
-        exploration.explorer.complete(uids)
+        exploration.explorer.record(uids)
+        exploration.explorer.complete()
         await asyncio.sleep(_TRAIN_S.value)
       seconds = asyncio.get_running_loop().time()
     return batches, sampled, lags, passed, seconds

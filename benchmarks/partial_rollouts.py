@@ -217,7 +217,8 @@ async def measure(folder: pathlib.Path, bound: int, budget: int) -> dict[str, fl
       batch, _ = await run.explorer.collect()
       uids = [member.sample.uid for member in batch]
       store.at(step).seal(uids)
-      run.explorer.complete(uids)
+      run.explorer.record(uids)
+      run.explorer.complete()
       if step >= _WARM_UP.value:
         trained += sum(int(member.sample.loss_mask.sum()) for member in batch)
         sampled += sum(int(member.sample.sampled.sum()) for member in batch)

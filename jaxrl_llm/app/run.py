@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import os
 import pathlib
 import signal
@@ -49,6 +48,7 @@ from jaxrl_llm.app.serve import explorer
 from jaxrl_llm.app.stopping import Stopping
 from jaxrl_llm.app.summary import print_summary
 from jaxrl_llm.config.values import to_json
+from jaxrl_llm.core import garbage
 from jaxrl_llm.core.errors import first_cause
 from jaxrl_llm.core.net.registry import Registry
 from jaxrl_llm.core.process.xla_flags import added_flags
@@ -252,10 +252,7 @@ async def _run(config: Config, path: pathlib.Path, launch: _Launch) -> int:
         _announce(history.read(path)[-1], facts.step, setup.process.events)
         if facts.step and has_work:
           _note_resume(resources.logs.progress, facts.step, committed, ready)
-      # Objects that remain from set-up live as long as the run. Freezing them keeps later garbage
-      # collections short; a full collection stops every thread.
-      gc.collect()
-      gc.freeze()
+      garbage.freeze()
     outcome = await loop.run(parts, state)
   if outcome.stop:
     newest = max(launch.checkpoints.steps(), default=0)

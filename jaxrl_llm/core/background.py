@@ -3,9 +3,9 @@ release Python's global lock most of the time, or to a second event loop.
 
 Only the work that takes the longest per token is moved: receiving and parsing servers' responses,
 receiving messages of explorers and checking what they deliver, decoding text, writing samples to
-the store's index (`master.exploring.settling`), making the rows of a batch, computing metrics, and
-writing transcripts. Building the lists of prompt tokens in requests also grows with the length of
-sequences, but stays on the event loop's thread.
+the store's index (`master.exploring.settling`), making the rows of a batch, computing metrics,
+writing transcripts, and recording a batch as complete. Building the lists of prompt tokens in
+requests also grows with the length of sequences, but stays on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -44,6 +44,24 @@ async def by_length(tokens: int, function: Callable[P, T], *args: P.args, **kwar
   if is_short(tokens):
     return function(*args, **kwargs)
   return await asyncio.to_thread(function, *args, **kwargs)
+
+
+async def by_length_to_end(
+  tokens: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+  """Does the same as `by_length`, but if this call is cancelled, it first waits until the function
+  has returned. Use it for a function whose changes must not take place after the caller has ended.
+  """
+  if is_short(tokens):
+    return function(*args, **kwargs)
+  work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+  try:
+    # Wait 'stored': bounded by the function.
+    return await asyncio.shield(work)
+  except asyncio.CancelledError:
+    # Wait 'stored': bounded by the function.
+    await asyncio.wait([work])
+    raise
 
 
 def in_daemon_thread(

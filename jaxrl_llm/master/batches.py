@@ -67,8 +67,14 @@ class Batches(Protocol):
     """
     ...
 
+  def record(self, plan: StepPlan) -> None:
+    """Records in the store that the run trained on the batch with this plan. May be called in any
+    thread.
+    """
+    ...
+
   def trained(self, plan: StepPlan) -> None:
-    """Records that the run has completed the batch with this plan."""
+    """Completes the batch with this plan, after `record`."""
     ...
 
   def state(self) -> Any:
@@ -149,6 +155,9 @@ class StreamBatches:
 
   def taken(self) -> dict[str, Experience]:
     return {}
+
+  def record(self, plan: StepPlan) -> None:
+    pass
 
   def trained(self, plan: StepPlan) -> None:
     self._before = None
@@ -245,8 +254,11 @@ class RolloutBatches:
   def taken(self) -> dict[str, Experience]:
     return self._taken
 
+  def record(self, plan: StepPlan) -> None:
+    self.explorer.record([*self._taken] if self._trains else [])
+
   def trained(self, plan: StepPlan) -> None:
-    self.explorer.complete([*self._taken] if self._trains else [])
+    self.explorer.complete()
 
   def state(self) -> Any:
     return self.explorer.state()
@@ -298,11 +310,14 @@ class MixedBatches(RolloutBatches):
       static = await self._experts.take(self._rows - len(added))
     return rows + added + static, counts | more
 
-  def trained(self, plan: StepPlan) -> None:
+  def record(self, plan: StepPlan) -> None:
     stored = {*self._taken, *self._drawn}
     # Each static row is recorded once, even if a short stream repeats the row within the batch.
     static = {row.uid: _joined(plan.stage, row) for row in plan.rows if row.uid not in stored}
-    self.explorer.complete([*self._taken, *self._drawn], [*static.values()])
+    self.explorer.record([*self._taken, *self._drawn], [*static.values()])
+
+  def trained(self, plan: StepPlan) -> None:
+    super().trained(plan)
     self._experts.trained(plan)
 
   def state(self) -> Any:

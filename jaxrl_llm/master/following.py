@@ -260,8 +260,10 @@ class FollowedBatches:
     members = [member for group in self._batch for member in group.members]
     return {step.uid: member for member in members for step in member.steps}
 
-  def trained(self, plan: StepPlan) -> None:
+  def record(self, plan: StepPlan) -> None:
     self._writer.trained(_uids(self._batch))
+
+  def trained(self, plan: StepPlan) -> None:
     self._waiting = self._waiting[len(self._batch) :]
     self._recent |= {group.key: group.place for group in self._batch}
     self._counts.clear()

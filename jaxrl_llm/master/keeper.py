@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 
-from jaxrl_llm.core.background import by_length, in_daemon_thread
+from jaxrl_llm.batching.plan import StepPlan
+from jaxrl_llm.core.background import by_length, by_length_to_end, in_daemon_thread
 from jaxrl_llm.core.errors import first_cause
 from jaxrl_llm.core.records.task import Task
 from jaxrl_llm.core.types import Json
@@ -170,9 +171,8 @@ async def write_step(
   row = logs.write(stage.name, step, row | logs.writers.take_metrics())
   if taken and logs.transcript_tokens != 0:
     await by_length(tokens, _transcribe, logs, stage.name, step, batch, updated, taken)
-  with logs.store.transaction():
-    logs.store.at(batch.plan.step).record_plan(batch.plan.to_json())
-    batches.trained(batch.plan)
+  await by_length_to_end(tokens, _record, logs.store, batches, batch.plan)
+  batches.trained(batch.plan)
   return row, exceeded
 
 
@@ -186,6 +186,14 @@ def _transcribe(
 ) -> None:
   rows = rollout_rows(batch, updated, taken, logs.decode, most_tokens=logs.transcript_tokens)
   logs.rollouts.write(stage, step, rows)
+
+
+def _record(store: ReplayStore, batches: Batches, plan: StepPlan) -> None:
+  """Records the plan of a batch, and that the batch was trained on, in one transaction."""
+  row = plan.to_json()
+  with store.transaction():
+    store.at(plan.step).record_plan(row)
+    batches.record(plan)
 
 
 _Bests = Mapping[str, tuple[float, int]]

@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl_llm.batching.plan import StepPlan
+from jaxrl_llm.core import garbage
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.learner.algorithm import Annotation
 from jaxrl_llm.learner.state import Learned
@@ -211,6 +212,7 @@ async def _run_stage(parts: Parts, stage: Stage, state: LoopState) -> LoopState:
       with process.stopwatch.timed('record'):
         # Frees the arrays, so that the next rollouts can use their device memory.
         del batch, updated, completed
+        garbage.collect_if_due()
     if state.stop:
       await parts.keeper.leave(state, stage)
     # A later stage may start from the weights of this stage's last commit.

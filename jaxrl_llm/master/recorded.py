@@ -179,6 +179,9 @@ class RecordedBatches:
   def taken(self) -> dict[str, Experience]:
     return self._taken
 
+  def record(self, plan: StepPlan) -> None:
+    pass
+
   def trained(self, plan: StepPlan) -> None:
     self._completed = self._order.state()
 

@@ -116,3 +116,27 @@ def test_a_call_may_be_cancelled_before_its_coroutine_begins():
       await asyncio.wait_for(task, 3)
 
   asyncio.run(main())
+
+
+@pytest.mark.parametrize('error', [None, ValueError('no')])
+def test_a_cancelled_call_to_the_end_lasts_until_its_function_has_ended(error):
+  begun, goes_on, ended = threading.Event(), threading.Event(), []
+
+  def work():
+    begun.set()
+    assert goes_on.wait(30)
+    ended.append(True)
+    if error is not None:
+      raise error
+
+  async def main():
+    calling = asyncio.create_task(background.by_length_to_end(4000, work))
+    await asyncio.to_thread(begun.wait)
+    calling.cancel()
+    assert not (await asyncio.wait([calling], timeout=0.02))[0] and not ended
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+      await calling
+    assert ended
+
+  asyncio.run(main())

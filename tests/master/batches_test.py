@@ -102,6 +102,9 @@ class FakeBatches:
   def taken(self):
     return {}
 
+  def record(self, plan):
+    pass
+
   def trained(self, plan):
     pass
 
@@ -339,6 +342,7 @@ def test_a_streams_state_is_of_the_last_completed_batch(tmp_path, tokenizer, lat
         assert counts == {} and all(row.is_expert and row.reward is None for row in rows)
         assert json.dumps(batches.state()) == states[-1], 'drawn, not trained'
         drawn.append([row.uid for row in rows])
+        batches.record(StepPlan(step=step, stage='sft', rows=tuple(rows)))
         batches.trained(StepPlan(step=step, stage='sft', rows=tuple(rows)))
     for step, state in enumerate(states):
       resumed = make()
@@ -373,6 +377,7 @@ def test_rollouts_state_is_of_the_last_completed_batch_and_draws_the_same_again(
     rows, _ = await batches.next()
     assert json.dumps(batches.state()) == before, 'drawn, not trained'
     assert list(batches.taken()) == [row.uid for row in rows]
+    batches.record(StepPlan(step=number, stage='grpo', rows=tuple(rows)))
     batches.trained(StepPlan(step=number, stage='grpo', rows=tuple(rows)))
     return before, rows
 
@@ -449,6 +454,7 @@ def test_a_mixed_batch_has_fixed_numbers_of_both_and_resumes_exactly(tmp_path, t
       'what the experts wrote was not sampled'
     )
     assert all(row.version_step is None and row.reward is None for row in rows[4:])
+    batches.record(StepPlan(step=number, stage='mix', rows=tuple(rows)))
     batches.trained(StepPlan(step=number, stage='mix', rows=tuple(rows)))
     return before, [row.uid for row in rows], counts
 
@@ -505,6 +511,7 @@ def test_added_rows_come_before_demonstrations_which_lose_no_row_of_their_epoch(
         batches.advance(step, step)
         rows, counts = await batches.next()
         plan = StepPlan(step=step, stage='mix', rows=tuple(rows))
+        batches.record(plan)
         batches.trained(plan)
         chosen = [row for row in rows if row.is_expert]
         assert len(chosen) == 3 and list(batches.taken()) == [row.uid for row in rows[:4]]
@@ -540,6 +547,7 @@ def test_each_minibatch_has_its_share_of_both_kinds(tmp_path, tokenizer, minibat
     async with batches.running():
       batches.advance(0, 0)
       plan = await planner.close(make_stage(start=0, minibatches=minibatches), 0, batches)
+      batches.record(plan)
       batches.trained(plan)
     store.close()
     return plan
@@ -573,6 +581,7 @@ def test_rows_of_one_sample_share_its_place_and_its_pairs_stay_together(tmp_path
       batches.advance(0, 0)
       plan = await planner.close(make_stage(start=0, minibatches=2), 0, batches)
       assert len(plan.rows) == 8 and len(batches.taken()) == 6
+      batches.record(plan)
       batches.trained(plan)
     report = audit(store)
     assert report.ok and report.states['trained'] == 6, report.lines

@@ -102,6 +102,9 @@ class Rows:
   def taken(self):
     return {}
 
+  def record(self, plan: StepPlan):
+    pass
+
   def trained(self, plan: StepPlan):
     self.count += 1
 

@@ -243,6 +243,9 @@ class Taken:
   def taken(self):
     return self._taken
 
+  def record(self, plan):
+    pass
+
   def trained(self, plan):
     pass
 

@@ -63,6 +63,7 @@ async def go(
       assert counts['past_groups'] * 2 == len(rows) - 4
       plans.append(StepPlan(step=step, stage='grpo', rows=tuple(rows)))
       taken.append(batches.taken())
+      batches.record(plans[-1])
       batches.trained(plans[-1])
       states[step + 1] = json.dumps(batches.state())
   report = audit(store)

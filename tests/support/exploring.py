@@ -298,7 +298,8 @@ class Batches:
         self.store.at(step).seal(uids)
         for _ in range(self.training):  # Meanwhile, the next batches are generated.
           await asyncio.sleep(0)
-        self.explorer.complete(uids)
+        self.explorer.record(uids)
+        self.explorer.complete()
         self.states[step + 1] = json.dumps(self.explorer.state())
         found.append((batch, counts))
     return found

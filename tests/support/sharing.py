@@ -76,6 +76,7 @@ async def explore(
       batches.advance(step, step)
       rows, _ = await batches.next()
       taken.append(batches.taken())
+      batches.record(StepPlan(step=step, stage='grpo', rows=tuple(rows)))
       batches.trained(StepPlan(step=step, stage='grpo', rows=tuple(rows)))
       states[step + 1] = json.dumps(batches.state())
   store.close()
@@ -143,6 +144,7 @@ class Follower:
       plans.append(StepPlan(step=self.step, stage='learn', rows=tuple(rows)))
       self.taken.append(self.batches.taken())
       self.counts.append(counts)
+      self.batches.record(plans[-1])
       self.batches.trained(plans[-1])
       self.step += 1
       self.states[self.step] = json.dumps(self.batches.state())

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.core.errors import first_cause
@@ -52,6 +52,11 @@ from jaxrl_llm.rewards.api import Verdict
 from jaxrl_llm.rollout.api import Sampling
 from jaxrl_llm.runtime.events import SILENT, Edge, Events
 from jaxrl_llm.tasks.sampler import TaskSampler
+
+_AT_ONCE = 128
+"""Maximum number of samples that a callback of the event loop issues or starts to generate, which
+takes a few milliseconds.
+"""
 
 
 class Drawn(NamedTuple):
@@ -288,14 +293,19 @@ class Explorer:
       counts['awaiting/open'] = len(self._groups.awaiting)
     return batch, self._tally.take_counts(self._groups)
 
-  def complete(self, uids: Sequence[str], experts: Sequence[Issue] = ()) -> None:
-    """Records that the run has completed the batch that `next` returned last.
+  def record(self, uids: Sequence[str], experts: Sequence[Issue] = ()) -> None:
+    """Records in the store that the batch that `next` returned last was trained on. May be called
+    in any thread.
 
     Args:
       uids: uids of the rollouts that the batch trained on.
       experts: records of the expert rows that the batch trained on.
     """
-    self._samples.complete(uids, experts)
+    self._samples.record(uids, experts)
+
+  def complete(self) -> None:
+    """Completes the batch that `next` returned last, after `record`."""
+    self._samples.advance(self._samples.step + 1)
     self._returned = set()
     # Later changes to the store belong to the next batch, and a commit of this batch does not
     # contain them. The explorer's state for that commit is therefore captured here.
@@ -324,30 +334,31 @@ class Explorer:
           self._delayed.adopt(self._groups.running)
           groups.create_task(self._delayed.watch(self._progress.set))
         unfinished = [group for group in self._groups.all if not group.is_finished]
-        self._samples.issue(self._samples.unknown(unfinished))
-        self._start(groups, self._groups.running)
+        await self._issue(self._samples.unknown(unfinished))
+        await self._start(groups, self._groups.running)
         while True:
           admitted = await self._gate.admit()
           parked, count = self._scheduler.next(admitted)
           self._gate.unpark(len(parked))
+          self._gate.give_back(admitted - len(parked) - count)
+          if not parked and not count:
+            self._progress.clear()
+            # Wait 'collect': bounded: the loop cancels this task.
+            await self._progress.wait()
+            continue
           again = self._groups.proceed(parked, self._gate.last_batch)
           if self._delayed is not None:
             for group in again:
               self._delayed.join(group)
               self._progress.set()
+            again = []
           elif again:
-            self._start(groups, again)
             self._tally.counts['partial/continued'] += len(again)
           new = self._groups.start(self._draw, count)
           if self._delayed is not None:
             new = self._delayed.adopt(new)
-          self._samples.issue(new)
-          self._start(groups, new)
-          if unused := admitted - len(parked) - count:
-            self._gate.give_back(unused)
-            self._progress.clear()
-            # Wait 'collect': bounded: the loop cancels this task.
-            await self._progress.wait()
+          await self._issue(new)
+          await self._start(groups, again + new)
     except BaseExceptionGroup as group:
       raise first_cause(group) from None
 
@@ -371,10 +382,26 @@ class Explorer:
       await self._progress.wait()
     return taken
 
-  def _start(self, tasks: asyncio.TaskGroup, groups: Sequence[StartedGroup]) -> None:
-    for group in groups:
-      self._events.message(Edge.TASK, group=group.name)
-      tasks.create_task(self._run(group))
+  async def _issue(self, groups: Sequence[StartedGroup]) -> None:
+    """Records the samples of groups that are about to start, in several transactions. The groups
+    must already be among the started groups: after a kill between two transactions, a resumed run
+    issues the samples that the store lacks.
+    """
+    for few in self._in_slices(groups):
+      self._samples.issue(few)
+      await asyncio.sleep(0)
+
+  async def _start(self, tasks: asyncio.TaskGroup, groups: Sequence[StartedGroup]) -> None:
+    for few in self._in_slices(groups):
+      for group in few:
+        self._events.message(Edge.TASK, group=group.name)
+        tasks.create_task(self._run(group))
+      await asyncio.sleep(0)
+
+  def _in_slices(self, groups: Sequence[StartedGroup]) -> Iterator[Sequence[StartedGroup]]:
+    """Yields the groups in slices of at most `_AT_ONCE` samples, or of one group."""
+    size = max(1, _AT_ONCE // self._config.group_size)
+    return (groups[start : start + size] for start in range(0, len(groups), size))
 
   def take_scoring(self) -> float:
     """Returns the seconds from the end of a batch's last rollout to the end of its scoring, summed

@@ -216,14 +216,12 @@ class StageSamples:
     self._events.reply(request, count=len(places))
     return places
 
-  def complete(self, uids: Sequence[str], experts: Sequence[Issue]) -> None:
-    """Records a completed batch. Later changes belong to the next batch; see `advance`. For the
-    arguments, see `Explorer.complete`.
-    """
-    self.writer.trained(uids)
-    self.writer.join(experts)
-    self.writer.trained([row.uid for row in experts])
-    self.advance(self.step + 1)
+  def record(self, uids: Sequence[str], experts: Sequence[Issue]) -> None:
+    """Records that a batch was trained on. For the arguments, see `Explorer.record`."""
+    with self._store.transaction():
+      self.writer.trained(uids)
+      self.writer.join(experts)
+      self.writer.trained([row.uid for row in experts])
 
   def past(self) -> tuple[list[Experience], int]:
     """Draws groups of earlier batches by the rule `past`. Returns their selected trajectories, and

@@ -164,7 +164,8 @@ def test_a_group_is_dropped_when_it_would_be_too_old_for_the_batch_that_takes_it
         assert not counts.get('dropped/reward_too_late')
         uids = [member.sample.uid for member in batch]
         store.at(step).seal(uids)
-        of.explorer.complete(uids)
+        of.explorer.record(uids)
+        of.explorer.complete()
       of.explorer.advance(2, 2)
       of.engine._version = exploring.Version(0, 2)
       await asyncio.sleep(5)
@@ -303,7 +304,8 @@ def test_what_weights_after_the_commit_generated_is_lost_and_so_are_verdicts_on_
     batch, _ = await collecting
     uids = [member.sample.uid for member in batch]
     store.at(0).seal(uids)
-    of.explorer.complete(uids)
+    of.explorer.record(uids)
+    of.explorer.complete()
     of.explorer.advance(1, 1)
     await until(lambda: len(waiting(store)) == 6)
     newer = [e.uid for e in store.live() if e.version == 1]
@@ -351,7 +353,8 @@ def test_a_commit_lists_the_waiting_groups_and_a_resumed_run_joins_them(tokenize
     batch, _ = await collecting
     uids = [member.sample.uid for member in batch]
     store.at(0).seal(uids)
-    of.explorer.complete(uids)
+    of.explorer.record(uids)
+    of.explorer.complete()
     of.explorer._running.cancel()
     return of.explorer.state(), waiting(store)
 

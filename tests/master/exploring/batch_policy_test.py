@@ -125,7 +125,8 @@ def test_a_batch_takes_finished_groups_and_passes_over_the_slow_one(tokenizer, s
         batch, counts = await exploration.explorer.collect()
         uids = [member.sample.uid for member in batch]
         store.at(step).seal(uids)
-        exploration.explorer.complete(uids)
+        exploration.explorer.record(uids)
+        exploration.explorer.complete()
         found.append(({member.task.uid for member in batch}, counts['passed_over']))
     return found
 
@@ -165,7 +166,8 @@ def test_groups_that_were_passed_over_at_a_commit_are_trained_once_after_it(
         assert all(step - m.sample.segments[0].version.step <= bound for m in batch)
         uids = [member.sample.uid for member in batch]
         store.at(step).seal(uids)
-        exploration.explorer.complete(uids)
+        exploration.explorer.record(uids)
+        exploration.explorer.complete()
         trained.append(uids)
         states[step + 1] = exploration.explorer.state()
         exploration.engine._version = exploring.Version(0, step + 1)

@@ -16,11 +16,13 @@ from clocks import LOOP_CLOCK, simulated
 from jaxrl_llm.core import background
 from jaxrl_llm.core.errors import RunError, UserError
 from jaxrl_llm.core.waits import IdleClock, WaitExpired
+from jaxrl_llm.master.exploring import explorer as explorers
 from jaxrl_llm.master.exploring.finished import finish
 from jaxrl_llm.master.exploring.limits import TaskLimits
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.replay.audit import audit
 from jaxrl_llm.replay.index import open_store
+from jaxrl_llm.replay.writer import StepWriter
 from jaxrl_llm.tasks.sampler import SamplerConfig
 
 
@@ -175,7 +177,8 @@ def test_a_run_that_ended_because_of_dropped_groups_replaces_them_all_when_it_co
       while not store.counts()['dropped']:
         await asyncio.sleep(0.001)
       store.at(0).seal(uids(batch))
-      ended.explorer.complete(uids(batch))
+      ended.explorer.record(uids(batch))
+      ended.explorer.complete()
       state = json.dumps(ended.explorer.state())
       ended.explorer.advance(1, 1)
       with pytest.raises(RunError, match='max_dropped_groups permits 0'):
@@ -195,10 +198,90 @@ def test_a_run_that_ended_because_of_dropped_groups_replaces_them_all_when_it_co
         again.explorer.advance(step, step)
         batch, _ = await again.explorer.collect()
         store.at(step).seal(uids(batch))
-        again.explorer.complete(uids(batch))
+        again.explorer.record(uids(batch))
+        again.explorer.complete()
 
   run(until_end())
   assert audit(store).states['trained'] == 3 * 4
+  store.close()
+
+
+def test_the_event_loop_has_turns_while_many_groups_start(tokenizer, store, monkeypatch):
+  monkeypatch.setattr(explorers, '_AT_ONCE', 4)
+  turn, issued, requested = 0, collections.Counter(), collections.Counter()
+  issue = StepWriter.issue
+
+  def note_issue(writer, rows):
+    issued[turn] += len(rows)
+    issue(writer, rows)
+
+  def note_request(request):
+    requested[turn] += 1
+    return False
+
+  monkeypatch.setattr(StepWriter, 'issue', note_issue)
+
+  async def main():
+    nonlocal turn
+    exploration = exploring.Exploration(tokenizer, store, lambda attempt: 1.0, groups_per_batch=12)
+    exploration.engine.prompt, exploration.engine.hold = True, note_request
+    collecting = asyncio.create_task(exploration.batches(1))
+    while not collecting.done():
+      turn += 1
+      await asyncio.sleep(0)
+    return await collecting
+
+  ((batch, _),) = run(main())
+  assert len(batch) == sum(issued.values()) == 24
+  assert max(issued.values()) == 4
+  # A request is noted for each of a group's two samples.
+  assert sum(requested.values()) == 24 and max(requested.values()) <= 4
+
+
+def test_groups_that_a_kill_leaves_without_records_start_when_the_run_resumes(
+  tokenizer, tmp_path, monkeypatch
+):
+  """The commit lists groups whose samples the store does not have yet."""
+  config = {'bound': 1, 'groups_per_batch': 4}
+
+  async def explore(store, count, state=None):
+    """Returns the batches, the last commit's state, and the groups it lists without records."""
+    exploration, batches = exploring.Exploration(tokenizer, store, len_of, **config), []
+    explorer, first = exploration.explorer, 0
+    if state is not None:
+      explorer.restore(json.loads(state))
+      first = 2
+    async with explorer.running():
+      for step in range(first, first + count):
+        explorer.advance(step, step)
+        batch, _ = await explorer.collect()
+        batches.append([(m.sample.uid, m.completion) for m in batch])
+        store.at(step).seal(uids(batch))
+        explorer.record(uids(batch))
+        explorer.complete()
+        known = {entry.group_id for entry in store.live()}
+        groups = explorer.state()['explorer']['groups']
+        lacking = [g for g in groups if f'grpo/{g["task"]}/{g["visit"]}' not in known]
+        if step == 0:
+          while len(store.live()) < 8 or store.counts()['admitted'] < 8:
+            await asyncio.sleep(0.001)  # The next batch is generated.
+    return batches, json.dumps(explorer.state()), lacking
+
+  def len_of(attempt):
+    return float(attempt.response_len)
+
+  monkeypatch.setattr(explorers, '_AT_ONCE', 2)
+  undisturbed = exploring.new_store(tmp_path / 'undisturbed')
+  wanted, _, _ = run(explore(undisturbed, 3))
+  store = exploring.new_store(tmp_path / 'killed')
+  before, state, lacking = run(explore(store, 2))
+  assert 1 <= len(lacking) < 4
+  store.close()
+  store = open_store(tmp_path / 'killed')
+  store.recover(2)
+  after, _, _ = run(explore(store, 1, state))
+  assert before + after == wanted
+  undisturbed.close()
   store.close()
 
 
@@ -236,7 +319,8 @@ def test_every_sampled_token_is_trained_dropped_or_waits(tokenizer, store, bound
         ledgers.append(explorer.take_tokens())
         trained += sum(int(member.sample.sampled.sum()) for member in batch)
         store.at(step).seal(uids(batch))
-        explorer.complete(uids(batch))
+        explorer.record(uids(batch))
+        explorer.complete()
 
   run(main())
   served = sum(
@@ -295,7 +379,8 @@ def test_a_batch_is_complete_only_once_all_groups_that_are_being_stored_have_bee
       await third
       assert store.counts()['admitted'] == 4
       threading.Timer(0.2, may_store.set).start()
-      explorer.complete(uids(batch))
+      explorer.record(uids(batch))
+      explorer.complete()
       ended = [group['ended'] for group in explorer.state()['explorer']['groups']]
       assert sum(ended) * 2 == store.counts()['admitted'] >= 2
 
@@ -557,7 +642,8 @@ def test_a_stage_that_is_shortened_gives_up_the_groups_that_its_batches_do_not_n
         await asyncio.sleep(0.001)
       batch, _ = await first.explorer.collect()
       store.at(0).seal(uids(batch))
-      first.explorer.complete(uids(batch))
+      first.explorer.record(uids(batch))
+      first.explorer.complete()
       return json.dumps(first.explorer.state())
 
   state = json.loads(run(until_commit()))
@@ -581,7 +667,8 @@ def test_a_stage_that_is_shortened_gives_up_the_groups_that_its_batches_do_not_n
             task.uid for task in again.tasks[2 * step : 2 * step + 2]
           }
           store.at(step).seal(uids(batch))
-          again.explorer.complete(uids(batch))
+          again.explorer.record(uids(batch))
+          again.explorer.complete()
 
     run(to_the_end())
     surplus = max(0, 6 - 2 * batches)

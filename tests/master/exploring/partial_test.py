@@ -707,8 +707,8 @@ def test_every_generated_token_is_in_one_class(tokenizer, store, bound):
   run = Run(tokenizer, store, various, delays=3, bound=bound)
   ledgers, running = [], run.explorer.complete
 
-  def complete(uids):
-    running(uids)
+  def complete():
+    running()
     ledgers.append(run.explorer.take_tokens() | {'generated': run.engine.generated})
     ledgers[-1]['open'] = run.exploration.hub.take_metrics()['goodput/tokens/open']
 

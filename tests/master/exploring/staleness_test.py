@@ -82,6 +82,7 @@ class Ledger:
     return state
 
   async def after_step(self, state, stage, batch, updated):
+    self._batches.record(batch.plan)
     self._batches.trained(batch.plan)
     self.plans.append(batch.plan)
     self.states[state.step] = json.dumps(self._batches.state())

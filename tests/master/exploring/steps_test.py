@@ -249,7 +249,8 @@ def test_a_resumed_explorer_reads_all_steps_of_the_groups_that_had_finished(toke
       run.explorer.advance(0, 0)
       batch = (await run.explorer.next()).chosen
       await asyncio.sleep(10)  # The groups of the next batch finish.
-      run.explorer.complete([step.uid for member in batch for step in member.steps])
+      run.explorer.record([step.uid for member in batch for step in member.steps])
+      run.explorer.complete()
       return run.explorer.state()
 
   async def second(run, state):
@@ -257,7 +258,8 @@ def test_a_resumed_explorer_reads_all_steps_of_the_groups_that_had_finished(toke
     async with run.explorer.running():
       run.explorer.advance(1, 0)
       batch = (await run.explorer.next()).chosen
-      run.explorer.complete([step.uid for member in batch for step in member.steps])
+      run.explorer.record([step.uid for member in batch for step in member.steps])
+      run.explorer.complete()
       return batch
 
   store, run = opened(0)
