@@ -607,14 +607,18 @@ class VllmClient:
     await self._pause({'mode': 'keep', 'clear_cache': 'false'})
 
   async def _pause(self, params: Mapping[str, str]) -> None:
-    await self.call('POST', '/pause', params=params)
-    if not (await self.call('GET', '/is_paused')).get('is_paused'):
-      raise Lost(f'{self.name}: /pause: accepted, but not paused')
+    await self._switch('/pause', 'paused', params)
 
   async def resume(self) -> None:
-    await self.call('POST', '/resume')
-    if (await self.call('GET', '/is_paused')).get('is_paused'):
-      raise Lost(f'{self.name}: /resume: accepted, but still paused')
+    await self._switch('/resume', 'resumed')
+
+  async def _switch(self, path: str, status: str, params: Mapping[str, str] | None = None) -> None:
+    """Suspends or resumes generation. vLLM answers with `status` once its scheduler has done so.
+    Raises Malformed if it answers otherwise.
+    """
+    answer = await self.call('POST', path, params=params)
+    if not isinstance(answer, dict) or answer.get('status') != status:
+      raise Malformed(f'{self.name}: {path}: answered {str(answer)[:80]}, wanted {status!r}')
 
   async def sleep(self, *, deadline_s: float) -> None:
     # Level 2 also drops the weights. They are published to the server again after it wakes up.

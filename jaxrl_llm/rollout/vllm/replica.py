@@ -326,8 +326,9 @@ class Replica:
     `prepare` must have been called. Steps: pause the server, write the weights of verified files,
     compare the digests or checksums of the loaded weights, label the version, clear the cache
     (unless running requests keep it), resume, and check the probe. On CPUs, an adapter is probed
-    only after the requests in flight have ended (each has a deadline), because vLLM 0.32's adapter
-    kernel for CPUs crashed when it batched prompt logprobs with other requests.
+    only after the requests in flight have ended (each has a deadline), and with one sequence at a
+    time, because vLLM 0.32's adapter kernel for CPUs crashed when it batched prompt logprobs with
+    other requests.
 
     Raises:
       Refused: the files differ from the announced digests, or do not fit the model. Nothing was
@@ -344,11 +345,12 @@ class Replica:
         await self._label(publication, deadline_s)
         self.paused_s = time.monotonic() - before
         if probe is not None:
-          if publication.adapter is not None and self.on_cpu:
+          alone = publication.adapter is not None and self.on_cpu
+          if alone:
             # Wait 'drained': bounded by the deadlines of the requests in flight.
             await self._drained.wait()
             self.paused_s = time.monotonic() - before
-          await self._check_probe(probe, tolerance, deadline_s)
+          await self._check_probe(probe, tolerance, deadline_s, alone=alone)
       except Refused as error:  # Weights were written before the failure.
         raise Lost(str(error)) from None
       self.proven.add(publication.version)
@@ -415,18 +417,28 @@ class Replica:
           f'differ from those published as {publication.version}: {", ".join(differing[:4])}'
         )
 
-  async def _check_probe(self, probe: Probe, tolerance: float, deadline_s: float) -> None:
+  async def _check_probe(
+    self, probe: Probe, tolerance: float, deadline_s: float, *, alone: bool
+  ) -> None:
+    """Raises Unproven if the server's logprobs of the probe differ from the trainer's. If `alone`,
+    the server computes one sequence at a time.
+    """
     longest = self.max_length - 1  # The server samples one token after the sequence.
-    for sequence, wanted in zip(probe.sequences, probe.logprobs, strict=True):
-      tokens = sequence[:longest].tolist()
-      logprobs = await self.client.prompt_logprobs(tokens, deadline_s=deadline_s)
-      worst = float(np.abs(logprobs - wanted[:longest]).max())
-      if not worst <= tolerance:
-        raise Unproven(
-          f"engine {self.name}: its logprobs of the probe differ from the trainer's by up to "
-          f'{worst:.3g}, '
-          f'wanted at most {tolerance:g} (rollout.vllm.probe_tolerance)'
-        )
+
+    async def logprobs(sequence: np.ndarray) -> np.ndarray:
+      return await self.client.prompt_logprobs(sequence[:longest].tolist(), deadline_s=deadline_s)
+
+    if alone:
+      answers = [await logprobs(sequence) for sequence in probe.sequences]
+    else:
+      answers = await asyncio.gather(*map(logprobs, probe.sequences))
+    worst = float(np.abs(np.stack(answers) - probe.logprobs[:, :longest]).max())
+    if not worst <= tolerance:
+      raise Unproven(
+        f"engine {self.name}: its logprobs of the probe differ from the trainer's by up to "
+        f'{worst:.3g}, '
+        f'wanted at most {tolerance:g} (rollout.vllm.probe_tolerance)'
+      )
 
   async def is_alive(self, *, deadline_s: float) -> bool:
     """Returns whether the server still samples tokens. A health check alone would not detect a hung

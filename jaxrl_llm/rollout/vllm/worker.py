@@ -30,6 +30,10 @@ with JAX, and take no weights through their workers (`update_weights` does nothi
 """
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer data type that holds the bits of an element, keyed by the element's size in bytes."""
+_SOON_S = 0.01
+"""Seconds for which `jaxrl_verify` waits for the end of the verification, so that small files take
+one call. The worker does not sample meanwhile.
+"""
 _LOOK_S = 1.0
 """Seconds between two checks of verified files that are not loaded yet."""
 _SPIN_S = 0.001
@@ -403,13 +407,15 @@ class Verification:
     """Result of `_stamps_now` before the files were read."""
     self.error = ''
     """Reason for which the files cannot be used; empty if there is none."""
-    self._read_end, self._closed = threading.Event(), threading.Event()
+    self.done = threading.Event()
+    """Event that is set when the verification has ended."""
+    self._closed = threading.Event()
     self._thread = threading.Thread(target=self._run, name='verification', daemon=True)
     self._thread.start()
 
   def _run(self) -> None:
     self._read()
-    self._read_end.set()
+    self.done.set()
     while not self._closed.wait(_LOOK_S):
       with self._lock:
         if self._stamps_now() != self._stamps or self._is_removed():
@@ -432,16 +438,12 @@ class Verification:
       self.error = str(error) or type(error).__name__
       self.close()
 
-  @property
-  def is_done(self) -> bool:
-    return self._read_end.is_set()
-
   def tensors_of(self, update: Update) -> dict[str, torch.Tensor] | None:
     """Returns the verified tensors. Returns None if they belong to another update than `update`, if
     the verification has failed or is not complete, or if a file was overwritten since. Can be
     called until the verification is closed.
     """
-    if not self.is_done:
+    if not self.done.is_set():
       return None
     names = ('directory', 'files', 'slices')
     with self._lock:
@@ -498,13 +500,13 @@ class Receiver:
       self._verification.close()
     self._verification = Verification(views, update)
 
-  def verified(self) -> dict[str, Any]:
+  def verified(self, wait_s: float = 0.0) -> dict[str, Any]:
     """Returns the state of the latest verification: `done` is whether it has ended, and `error` is
-    its error, '' if there is none.
+    its error, '' if there is none. Waits at most `wait_s` seconds for its end.
     """
-    if self._verification is None:
+    if (verification := self._verification) is None:
       return {'done': True, 'error': 'nothing was verified'}
-    return {'done': self._verification.is_done, 'error': self._verification.error}
+    return {'done': verification.done.wait(wait_s), 'error': verification.error}
 
   def receive(self, views: Mapping[str, View], update: Update) -> None:
     """Loads an update. Raises ValueError before the first write if the update cannot be used."""
@@ -585,11 +587,11 @@ class Worker:
 
   def jaxrl_verify(self, update_info: dict[str, Any]) -> dict[str, Any]:
     """Begins to read and verify the whole weights of a later update, while the server samples.
-    Returns the same state as `jaxrl_verified`.
+    Returns the same state as `jaxrl_verified`, after a short wait for the end.
     """
     engine = self.weight_transfer_engine
     engine.receiver.verify(hf_views(self.model_runner.model), engine.parse_update_info(update_info))
-    return engine.receiver.verified()
+    return engine.receiver.verified(_SOON_S)
 
   def jaxrl_verified(self) -> dict[str, Any]:
     """Returns the state of the latest verification: `done` is whether it has ended, and `error` is

@@ -154,7 +154,8 @@ class Server:
     if path == 'generate':
       return await self._generate(**body)
     found = {
-      'is_paused': {'is_paused': 'pause' in self.log[-1:]},
+      'pause': {'status': 'paused'},
+      'resume': {'status': 'resumed'},
       'reset_prefix_cache': {'success': True},
     }
     if path in ('pause', 'resume'):

@@ -864,7 +864,7 @@ def test_tokens_are_not_handed_out_before_the_probe_has_passed(tmp_path):
       await until(lambda: made[0].server.running == 1)
       made[0].policy.may_score.clear()
       loading = asyncio.create_task(fleet.load(weights(B)))
-      await until(lambda: made[0].policy.scoring == 1)
+      await until(lambda: made[0].policy.scoring == 2)
       made[0].faults.stall_at = None
       await until(lambda: made[0].server.running == 0)
       # By the time that a later question is answered, so is the sample.

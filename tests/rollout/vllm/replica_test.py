@@ -18,7 +18,7 @@ from jaxrl_llm.rollout.vllm.publication import (
   digest,
   read_published,
 )
-from jaxrl_llm.rollout.vllm.replica import Replica, Requirements
+from jaxrl_llm.rollout.vllm.replica import Replica, Requirements, Unproven
 from jaxrl_llm.rollout.vllm.transfer import FileTransfer, slice_of
 from jaxrl_llm.rollout.vllm.workload import prefixes
 from jaxrl_llm.weights.checksums import Slice
@@ -44,7 +44,9 @@ class Server:
 
   def __init__(self, device):
     self.calls: list[str] = []
-    self.generating = 0
+    self.generating = self.probing = self.most_probing = 0
+    self.logprobs = [0.0]
+    """Logprobs of the tokens of each sequence of the probe, keyed by its first token - 1."""
     self.may_end = asyncio.Event()
     self._device = device
 
@@ -73,7 +75,11 @@ class Server:
 
   async def prompt_logprobs(self, tokens, *, deadline_s):
     self.calls.append(f'probe beside {self.generating}')
-    return np.zeros(len(tokens), np.float32)
+    self.probing += 1
+    self.most_probing = max(self.most_probing, self.probing)
+    await asyncio.sleep(0)
+    self.probing -= 1
+    return np.full(len(tokens), self.logprobs[max(tokens[0] - 1, 0)], np.float32)
 
   async def digests(self, *, deadline_s):
     self.calls.append('digests')
@@ -146,6 +152,38 @@ def test_whole_weights_and_those_on_other_devices_are_probed_beside_them(publica
     }
     server.may_end.set()
     await asyncio.gather(*requests)
+
+  asyncio.run(main())
+
+
+TWO = Probe(
+  sequences=np.array([[1, 1, 1], [2, 2, 2]], np.int32), logprobs=np.zeros((2, 3), np.float32)
+)
+
+
+@pytest.mark.parametrize(
+  ('publication', 'device', 'most'), [(BASE, 'cpu', 2), (ADAPTER, 'cuda', 2), (ADAPTER, 'cpu', 1)]
+)
+def test_sequences_of_a_probe_are_computed_together_but_for_adapters_on_cpus(
+  publication, device, most
+):
+  async def main():
+    server, replica = await admitted(device)
+    server.logprobs = [0.0, 0.0]
+    await replica.take(publication, TWO, tolerance=1e-3, deadline_s=60)
+    assert server.most_probing == most and replica.proven == {publication.version}
+
+  asyncio.run(main())
+
+
+@pytest.mark.parametrize('logprobs', [[0.0, 0.1], [-0.1, 0.0], [0.0, np.nan], [np.nan, 0.0]])
+def test_each_sequence_of_a_probe_must_agree(logprobs):
+  async def main():
+    server, replica = await admitted('cpu')
+    server.logprobs = logprobs
+    with pytest.raises(Unproven, match='logprobs of the probe differ'):
+      await replica.take(BASE, TWO, tolerance=1e-3, deadline_s=60)
+    assert replica.version is None and not replica.proven
 
   asyncio.run(main())
 

@@ -25,7 +25,7 @@ from paths import ROOT
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.core.errors import UserError
-from jaxrl_llm.core.net.client import Lost, Refused
+from jaxrl_llm.core.net.client import Lost, Malformed, Refused
 from jaxrl_llm.core.types import Version
 from jaxrl_llm.rollout.vllm.client import VllmClient
 from jaxrl_llm.rollout.vllm.config import VllmConfig
@@ -217,6 +217,9 @@ MISFITS = {
 }
 
 
+PAUSED = {'status': 'paused'}
+
+
 class Recorder:
   """A server that notes the control calls, and holds what the stand-in for the engine sent."""
 
@@ -229,6 +232,8 @@ class Recorder:
     self.workers = [held(TENSORS)]
     self.sent, self.fault = folder / 'sent.safetensors', folder / 'fault'
     self.paused, self.label = False, 'default'
+    self.answers: dict[str, object] = {'/pause': PAUSED, '/resume': {'status': 'resumed'}}
+    """Answers to some paths, whatever is sent."""
 
   async def start(self):
     app = web.Application()
@@ -263,8 +268,9 @@ class Recorder:
       self.label = body['new_version']
     if path in ('/pause', '/resume'):
       self.paused = path == '/pause'
-    answers = {'/collective_rpc': self._rpc, '/is_paused': lambda body: {'is_paused': self.paused}}
-    return web.json_response(answers.get(path, lambda body: {'success': True})(body))
+    if path == '/collective_rpc':
+      return web.json_response(self._rpc(body))
+    return web.json_response(self.answers.get(path, {'success': True}))
 
   def _rpc(self, body):
     if body['method'] == 'jaxrl_weights':
@@ -562,6 +568,33 @@ def test_a_sender_that_cannot_start_or_init_says_why_and_is_gone(folder):
         with pytest.raises(Lost, match=reason):
           await other.connect(client)
         assert other.pid is None
+
+  asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+  ('path', 'answer', 'sent'),
+  [
+    ('/pause', {'status': 'resumed'}, []),
+    ('/pause', {'success': True}, []),
+    ('/pause', ['paused'], []),
+    ('/resume', PAUSED, [START, UPDATE, FINISH]),
+    ('/resume', None, [START, UPDATE, FINISH]),
+  ],
+)
+def test_nothing_is_loaded_without_a_pause_and_nothing_proven_without_its_end(
+  folder, path, answer, sent
+):
+  async def main():
+    async with connected(folder) as (server, client, transfer):
+      server.answers[path] = answer
+      server.calls.clear()
+      replica = Replica('vllm-0', client=client, server=None, transfer=transfer)
+      replica.slices = server.workers
+      with pytest.raises(Malformed, match=f'{path}: answered'):
+        await replica.take(publish(folder, 1), None, tolerance=1.0, deadline_s=60)
+      assert paths(server) == sent
+      assert replica.version is None and not replica.proven
 
   asyncio.run(main())
 

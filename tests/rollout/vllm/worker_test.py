@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import subprocess
+import threading
 import time
 import types
 
@@ -344,11 +345,34 @@ def whole_update(directory, files, slices):
 
 
 def wait_for(receiver):
-  deadline = time.monotonic() + 60
-  while not receiver.verified()['done']:
-    assert time.monotonic() < deadline
-    time.sleep(0.001)
-  return receiver.verified()['error']
+  state = receiver.verified(wait_s=60.0)
+  assert state['done']
+  return state['error']
+
+
+@pytest.mark.parametrize(('wait_s', 'done'), [(60.0, True), (0.0, False)])
+def test_a_verification_that_ends_soon_takes_one_call(
+  tmp_path, published, monkeypatch, wait_s, done
+):
+  """A second call would come only after the trainer has slept."""
+  whole, files, _ = published
+  save_file({n: tensor.contiguous() for n, tensor in whole.items()}, tmp_path / 'w')
+  read_checked, may_read = worker.read_checked, threading.Event()
+
+  def read_slowly(*arguments):
+    may_read.wait(0.1 if done else 60)
+    return read_checked(*arguments)
+
+  monkeypatch.setattr(worker, 'read_checked', read_slowly)
+  monkeypatch.setattr(worker, '_SOON_S', wait_s)
+  self = worker.Worker()
+  self.model_runner = types.SimpleNamespace(model=model_of())
+  self.weight_transfer_engine = types.SimpleNamespace(
+    receiver=worker.Receiver(), parse_update_info=lambda info: whole_update(tmp_path, files, {})
+  )
+  assert self.jaxrl_verify({}) == {'done': done, 'error': ''}
+  may_read.set()
+  assert wait_for(self.weight_transfer_engine.receiver) == ''
 
 
 @pytest.mark.parametrize('rank', [0, 1])

@@ -15,6 +15,9 @@ from jaxrl_llm.rollout.vllm.publication import digest, read_checked
 from jaxrl_llm.weights.checksums import checksums
 from jaxrl_llm.weights.deltas import apply
 
+_SOON_S = 0.01
+"""Seconds for which the worker waits for the end of a verification before it answers."""
+
 
 class WorkerError(Exception):
   """Raised for an exception inside the worker. The worker continues."""
@@ -76,6 +79,7 @@ class Worker:
       self._verification = asyncio.create_task(
         asyncio.to_thread(read_checked, self._verified['files'], self._verified['directory'])
       )
+      await asyncio.wait([self._verification], timeout=_SOON_S)
     if method in ('jaxrl_verify', 'jaxrl_verified') and self._verifies:
       if (verification := self._verification) is None:
         return {'done': True, 'error': 'nothing was verified'}
