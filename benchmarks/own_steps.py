@@ -10,6 +10,7 @@ are computed at once. A micro-batch is CHUNKS sequences of equal length.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import pathlib
 import sys
@@ -80,7 +81,8 @@ class Side:
       'grpo, lognormal lengths': lambda: self._grpo('ragged', RAGGED_CHUNKS),
       'logprobs': self._logprobs,
       'dpo': self._dpo,
-      'generate': self._generate,
+      'generate': lambda: self._generate('equal'),
+      'generate, groups': lambda: self._generate('groups'),
       **{work: lambda file=file: self._groups(file) for work, file in GROUPS.items()},
       **{
         work + APART: lambda file=file: self._groups(file, False) for work, file in GROUPS.items()
@@ -147,13 +149,15 @@ class Side:
 
     return step
 
-  def _generate(self):
-    rows = read_rows(self.folder / 'equal.npz')
+  def _generate(self, name: str):
+    """Samples as many completions of each prompt as there are rows with it."""
+    rows = read_rows(self.folder / f'{name}.npz')
     prompt_len = rows[0].prompt_len
     new = len(rows[0].tokens) - prompt_len
+    prompts = collections.Counter(tuple(row.tokens[:prompt_len].tolist()) for row in rows)
     requests = [
-      Request(uid=str(i), prompt=tuple(map(int, row.tokens[:prompt_len])), max_tokens=new, key=(i,))
-      for i, row in enumerate(rows)
+      Request(uid=str(i), prompt=prompt, samples=samples, max_tokens=new, key=(i,))
+      for i, (prompt, samples) in enumerate(prompts.items())
     ]
     learner = Learner(self.spec, token_chunk=prompt_len + new, params=self.params)
     engine = EmbeddedEngine(
@@ -177,7 +181,7 @@ class Side:
       return await asyncio.gather(*map(one, requests))
 
     runner.run(start())
-    return lambda: sum(lengths == [new] for lengths in runner.run(generate()))
+    return lambda: sum(lengths.count(new) for lengths in runner.run(generate()))
 
 
 if __name__ == '__main__':

@@ -15,10 +15,11 @@ sides.
 
 Works: grpo: loss, gradient, clipping, AdamW. dpo: the same on 32 pairs, and the reference's
 logprobs. logprobs: logprobs of the completions. generate: 64 completions of 64 tokens, without a
-stop token. groups, short_groups, lognormal_groups: grpo on 64 rows of which eight have the same
-prompt, of 256 + 64 and of 32 + 64 tokens, and of 256 tokens with completions of lognormal lengths
-(mean 125, longest 256); each with the prompt computed once per group, and once per row, as in TRL.
-Their lines also give the peak memory of a call above the memory of the process before the call.
+stop token. generate_groups: the same, eight of each of eight prompts of 256 tokens. groups,
+short_groups, lognormal_groups: grpo on 64 rows of which eight have the same prompt, of 256 + 64 and
+of 32 + 64 tokens, and of 256 tokens with completions of lognormal lengths (mean 125, longest 256);
+each with the prompt computed once per group, and once per row, as in TRL. Their lines also give the
+peak memory of a call above the memory of the process before the call.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ GROUPS = {file: (work, work + own_steps.APART) for work, file in own_steps.GROUP
 WORKS = (
   'logprobs',
   'generate',
+  'generate, groups',
   'grpo',
   'grpo, lognormal lengths',
   'dpo',
@@ -64,7 +66,7 @@ _ROUNDS = flags.DEFINE_integer(
 _AGAINST = flags.DEFINE_list('against', ['trl', 'tunix'], 'Libraries.')
 _WORKS = flags.DEFINE_list(
   'works',
-  ['logprobs', 'generate', 'grpo', 'lognormal', 'dpo', *GROUPS],
+  ['logprobs', 'generate', 'generate_groups', 'grpo', 'lognormal', 'dpo', *GROUPS],
   'What is measured.',
 )
 _CHUNKS = flags.DEFINE_integer('chunks', 16, 'Rows of a micro-batch here.')
@@ -210,6 +212,7 @@ def main(argv: list[str]) -> None:
     )
   works = {work: (work,) for work in ('logprobs', 'generate', 'grpo', 'dpo')}
   works |= {'lognormal': ('grpo, lognormal lengths',), **GROUPS}
+  works['generate_groups'] = ('generate, groups',)
   if unknown := [name for name in _WORKS.value if name not in works]:
     raise UserError(f'--works: {unknown[0]!r} is unknown; wanted some of {", ".join(works)}')
   wanted = {work for name in _WORKS.value for work in works[name]}

@@ -124,8 +124,8 @@ def grpo_works(folder, scratch, micro_batch):
       )
     return found.mean().item()
 
-  def generate():
-    prompts = rows['equal']['prompt_ids'].tolist()
+  def generate(name):
+    prompts = rows[name]['prompt_ids'].tolist()
     completions = trainer._generate_single_turn(prompts, None, {}, 1)[0]
     return float(len(completions))
 
@@ -136,7 +136,8 @@ def grpo_works(folder, scratch, micro_batch):
   return {
     **{work: lambda work=work, name=name: update(work, name) for work, name in files.items()},
     'logprobs': logprobs,
-    'generate': generate,
+    'generate': lambda: generate('equal'),
+    'generate, groups': lambda: generate('groups'),
   }
 
 

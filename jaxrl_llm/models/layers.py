@@ -111,7 +111,7 @@ class Attention(nn.Module):
     of_keys = context.places
     if cache is not None:
       cache = kv_cache.write(cache, key, value, context.places.positions)
-      key, value, of_keys = cache['k'], cache['v'], kv_cache.places(cache)
+      (key, value), of_keys = kv_cache.entries(cache), kv_cache.places(cache)
     query = constrain(query, self.mesh, *QUERIES)
     key, value = (constrain(x, self.mesh, *KEYS) for x in (key, value))
     choice = chosen(

@@ -296,7 +296,7 @@ def masked(
   # batched products fastest.
   rows = jnp.moveaxis(query.reshape(batch, time, kv_heads, group, head_dim), 1, 3)
   rows = rows.reshape(batch, kv_heads, group * time, head_dim)
-  scores = jnp.einsum('bkqh,bskh->bkqs', rows, key, preferred_element_type=statistics)
+  scores = _products(rows, key, statistics)
   scores = scores.reshape(batch, kv_heads, group, time, keys) * head_dim**-0.5
   if softcap is not None:
     scores = softcap * jnp.tanh(scores / softcap)
@@ -311,3 +311,24 @@ def masked(
   mixed = mixed / jnp.maximum(weights.sum(-1, keepdims=True), 1e-9)
   mixed = jnp.moveaxis(mixed.reshape(batch, kv_heads, group, time, head_dim), 3, 1)
   return mixed.reshape(batch, time, heads, head_dim).astype(query.dtype)
+
+
+def _products(
+  rows: Float[Array, 'batch kv_heads rows head_dim'],
+  key: Float[Array, 'batch keys kv_heads head_dim'],
+  dtype: jnp.dtype,
+) -> Float[Array, 'batch kv_heads rows keys']:
+  """Returns the products of all rows of queries with all keys of their head."""
+
+  def plain(rows, key):
+    return jnp.einsum('bkqh,bskh->bkqs', rows, key, preferred_element_type=dtype)
+
+  # With many more keys than rows, as in a decode step, XLA:CPU takes a third less time if the keys
+  # are the first factor. Without the barrier, XLA swaps the factors back.
+  def turned(rows, key):
+    products = jnp.einsum('bskh,bkqh->bksq', key, rows, preferred_element_type=dtype)
+    return jnp.swapaxes(jax.lax.optimization_barrier(products), 2, 3)
+
+  if key.shape[1] < 8 * rows.shape[2]:
+    return plain(rows, key)
+  return jax.lax.platform_dependent(rows, key, cpu=turned, default=plain)

@@ -214,7 +214,7 @@ def test_decode_writes_each_token_at_its_position_and_none_past_the_end():
   )
   for layer in cache:
     for buffer in layer.values():
-      written = np.abs(np.asarray(buffer)).sum((2, 3)) > 0
+      written = np.abs(np.asarray(buffer)).sum((1, 3)) > 0
       np.testing.assert_array_equal(written, [[1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]])
 
 
@@ -235,6 +235,5 @@ def test_a_donated_cache_is_updated_in_place_inside_a_loop():
   memory = jax.jit(generate, donate_argnums=1).lower(*shapes, token).compile().memory_analysis()
   cache_bytes = sum(x.size * 4 for x in jax.tree.leaves(shapes[1]))
   assert memory.alias_size_in_bytes >= cache_bytes
-  # One layer's keys and values may be laid out anew for the products; a second cache would be all
-  # layers'.
-  assert memory.temp_size_in_bytes < cache_bytes
+  # No layer's keys or values are laid out anew for the products.
+  assert memory.temp_size_in_bytes < cache_bytes / len(jax.tree.leaves(shapes[1]))

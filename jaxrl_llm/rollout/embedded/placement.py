@@ -23,7 +23,7 @@ from jaxrl_llm.models.spec import ModelSpec
 from jaxrl_llm.parallel import rules
 from jaxrl_llm.parallel.mesh import MeshConfig, build_mesh
 
-_CACHE_AXES = ('batch', None, 'kv_heads', None)
+_CACHE_AXES = ('batch', 'kv_heads', None, None)
 """Logical axes of the keys or values of a KV cache, the only arrays of slots with four axes."""
 
 

@@ -340,10 +340,9 @@ def _admit(state: Slots, prefilled: Prefilled, admissions: Int32[Array, 'slots c
   source = admissions[:, 0]
   chosen = source >= 0
 
-  def copy(
-    old: Shaped[Array, 'slots length *entry'], new: Shaped[Array, 'rows bucket *entry']
-  ) -> Shaped[Array, 'slots length *entry']:
-    head = old[:, : new.shape[1]]
+  def copy(old: Shaped[Array, 'slots *longer'], new: Shaped[Array, 'rows *shorter']) -> Array:
+    """Copies to the beginning of every axis but the first."""
+    head = old[:, *map(slice, new.shape[1:])]
     rows = jnp.where(chosen.reshape(-1, *(1,) * (old.ndim - 1)), new[jnp.maximum(source, 0)], head)
     return jax.lax.dynamic_update_slice(old, rows, (0,) * old.ndim)
 
