@@ -21,11 +21,14 @@ import numpy as np
 
 MAX_DEPTH = 100
 """Maximum nesting depth of a JSON text, far below the depth at which Python's encoder fails."""
-_QUOTE = ord('"')
 _CURLY = 0x20
 """Bit in which '{' differs from '[', and '}' from ']', in ASCII."""
+_UNMARKED = bytes(byte for byte in range(256) if byte not in b'"[]{}')
+"""All bytes except quotes and brackets."""
 _PART = 1 << 17
-"""Number of bytes examined at a time, few enough to fit into a processor's cache."""
+"""Number of bytes examined at a time, few enough to fit into a processor's cache. Other threads can
+run in between.
+"""
 _KINDS = {
   stat.S_IFIFO: 'a FIFO',
   stat.S_IFCHR: 'a character device',
@@ -113,6 +116,8 @@ def parse_json(text: str, **hooks: Callable[[str], Any]) -> Any:
 
 _TOKENS = re.compile(rb'"(?:[^"\\\n]|\\.)*+"|[\[\]{}]')
 """Matches a JSON string, or a bracket outside of strings."""
+_STRINGS = re.compile(rb'"[^"]*"')
+"""Matches a JSON string without backslashes."""
 
 
 def check_file_depth(path: str | os.PathLike) -> None:
@@ -144,8 +149,7 @@ def check_file_depth(path: str | os.PathLike) -> None:
 
 def check_object(text: bytes) -> None:
   """Checks the brackets of a large JSON text, so that parsers that crash on invalid nesting can
-  read it safely. The text must be one object, nested at most `MAX_DEPTH` levels deep. Python's
-  global lock is released most of the time unless the text contains backslashes.
+  read it safely. The text must be one object, nested at most `MAX_DEPTH` levels deep.
 
   Raises ValueError if the brackets are invalid. Everything else is left to the parser.
   """
@@ -154,23 +158,21 @@ def check_object(text: bytes) -> None:
     raise ValueError('not a JSON object')
   if b'\\' in text:
     text = b''.join(token for token in _TOKENS.findall(text) if len(token) == 1)
-  depth = quotes = 0
-  for start in range(0, len(text), _PART):
-    part = np.frombuffer(text, np.uint8, min(_PART, len(text) - start), start)
-    curly = part | _CURLY
-    marks = part[(part == _QUOTE) | (curly == ord('{')) | (curly == ord('}'))]
-    is_quote, curly = marks == _QUOTE, marks | _CURLY
-    quoted = quotes + np.cumsum(is_quote, dtype=np.int32)
-    steps = (curly == ord('{')).astype(np.int32) - (curly == ord('}'))
-    steps[is_quote | (quoted % 2 == 1)] = 0
-    depths = depth + np.cumsum(steps)
-    if depths.max(initial=0) > MAX_DEPTH:
-      raise ValueError(_TOO_DEEP)
-    is_last = start + _PART >= len(text)
-    if depths[: len(depths) - is_last].min(initial=1) < 1:
-      raise ValueError('more than one JSON value')
-    depth, quotes = depth + int(steps.sum()), int(quoted[-1]) if len(quoted) else quotes
-  if depth or quotes % 2:
+  parts = (text[start : start + _PART] for start in range(0, len(text), _PART))
+  marks = b''.join(part.translate(None, _UNMARKED) for part in parts)
+  marks = marks.replace(b'""', b'')  # Most strings have no brackets.
+  if b'"' in marks:
+    marks = _STRINGS.sub(b'', marks)
+  if b'"' in marks:
+    raise ValueError('an incomplete JSON object')
+  brackets = np.frombuffer(marks, np.uint8)
+  steps = np.where((brackets | _CURLY) == ord('{'), np.int32(1), np.int32(-1))
+  depths = np.add.accumulate(steps)
+  if depths.max() > MAX_DEPTH:
+    raise ValueError(_TOO_DEEP)
+  if depths[:-1].min() < 1:
+    raise ValueError('more than one JSON value')
+  if depths[-1]:
     raise ValueError('an incomplete JSON object')
 
 
