@@ -72,41 +72,43 @@ def test_copies_are_what_was_sampled_and_count_this_runs_versions(tokenizer, tmp
   assert check(tmp_path / 'own').states['trained'] == 12
 
 
-@pytest.mark.parametrize('step', [1, 2, 3])
-def test_a_killed_run_takes_the_same_groups_again(tokenizer, tmp_path, store_name, step):
-  """Batches of three groups, while two are shared at a time: some wait when the run is killed."""
+async def killed(tokenizer, tmp_path, others, *, step):
+  """Trains on four batches of three groups. Then, as if the run had been killed after `step` of
+  them, trains on the rest again. Returns the follower before and the one after.
+  """
   fields = {'groups_per_batch': 3, 'bound': 9}
-
-  async def work():
-    await sharing.explore(tokenizer, tmp_path / 'other', [0] * 6, run=store_name)
-    own = sharing.Follower(tokenizer, tmp_path / 'own', tmp_path / 'other', **fields)
-    whole = await own.train(4)  # Killed: nothing is dropped.
-    own.store.close()
-    again = sharing.Follower(
-      tokenizer,
-      tmp_path / 'own',
-      tmp_path / 'other',
-      start=step,
-      state=own.states[step],
-      **fields,
-    )
-    async with again.batches.running():
-      repeated = await again.train(4 - step)
-    again.store.close()
-    return whole, repeated, own, again
-
-  whole, repeated, own, again = run(work())
+  own = sharing.Follower(tokenizer, tmp_path / 'own', *others, **fields)
+  whole = await own.train(4)  # Killed: nothing is dropped.
+  own.store.close()
+  again = sharing.Follower(
+    tokenizer, tmp_path / 'own', *others, start=step, state=own.states[step], **fields
+  )
+  async with again.batches.running():
+    repeated = await again.train(4 - step)
+  again.store.close()
 
   def content(plan):
     return [dataclasses.replace(row, source='', index=0) for row in plan.rows]
 
   assert [content(plan) for plan in repeated] == [content(plan) for plan in whole[step:]]
   assert again.states[4] == own.states[4]
+  report = check(tmp_path / 'own')
+  assert report.states['trained'] == 4 * 3 * 2 and report.live == ()
+  return own, again
+
+
+@pytest.mark.parametrize('step', [1, 2, 3])
+def test_a_killed_run_takes_the_same_groups_again(tokenizer, tmp_path, store_name, step):
+  """Batches of three groups, while two are shared at a time: some wait when the run is killed."""
+
+  async def work():
+    await sharing.explore(tokenizer, tmp_path / 'other', [0] * 6, run=store_name)
+    return await killed(tokenizer, tmp_path, [tmp_path / 'other'], step=step)
+
+  own, again = run(work())
   for before, after in zip(own.taken[step:], again.taken, strict=True):
     assert [m.reward for m in before.values()] == [m.reward for m in after.values()]
     assert [m.scores for m in before.values()] == [m.scores for m in after.values()]
-  report = check(tmp_path / 'own')
-  assert report.states['trained'] == 4 * 3 * 2 and report.live == ()
 
 
 def test_what_the_other_run_makes_void_is_dropped_and_counted(tokenizer, tmp_path, store_name):
@@ -372,30 +374,14 @@ def test_batches_of_several_runs_are_read_in_turns_and_again_after_a_kill(
   tokenizer, tmp_path, store_name, step
 ):
   """Batches of three groups, while each of two runs shares two groups at a time."""
-  fields = {'groups_per_batch': 3, 'bound': 9}
   others = tmp_path / 'first', tmp_path / 'second'
 
   async def work():
     for i, other in enumerate(others):
       await sharing.explore(tokenizer, other, [0] * 3, run=store_name, share=(i, 2))
-    own = sharing.Follower(tokenizer, tmp_path / 'own', *others, **fields)
-    whole = await own.train(4)  # Killed: nothing is dropped.
-    own.store.close()
-    again = sharing.Follower(
-      tokenizer, tmp_path / 'own', *others, start=step, state=own.states[step], **fields
-    )
-    async with again.batches.running():
-      repeated = await again.train(4 - step)
-    again.store.close()
-    return whole, repeated, own, again
+    return await killed(tokenizer, tmp_path, others, step=step)
 
-  whole, repeated, own, again = run(work())
-
-  def content(plan):
-    return [dataclasses.replace(row, source='', index=0) for row in plan.rows]
-
-  assert [content(plan) for plan in repeated] == [content(plan) for plan in whole[step:]]
-  assert again.states[4] == own.states[4]
+  own, _ = run(work())
   assert shares(tmp_path, own.taken) == [
     ['first', 'first', 'second'],
     ['second', 'first', 'first'],
@@ -406,8 +392,6 @@ def test_batches_of_several_runs_are_read_in_turns_and_again_after_a_kill(
   assert len(set(tasks)) == 12, 'the two runs divide the tasks'
   assert own.counts[0]['perf/unread_batches'] == 4 and own.counts[3]['perf/unread_batches'] == 0
   assert own.batches.clock_decisions == 0
-  report = check(tmp_path / 'own')
-  assert report.states['trained'] == 4 * 3 * 2 and report.live == ()
 
 
 def test_what_one_of_several_runs_makes_void_leaves_the_others_alone(
