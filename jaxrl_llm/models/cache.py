@@ -1,8 +1,8 @@
 """KV cache, which contains the keys and values of each row's past tokens, indexed by position.
 
 The heads come before the positions, so that the products with all keys and values of a head read
-them where they are. In the order of the layers' outputs, positions first, a decode step on a CPU
-would spend more time laying the cache out anew than on everything else.
+them where they are. In the order of the layers' outputs, positions first, attention in a decode
+step on a CPU would spend more than half of its time laying the cache out anew.
 
 Invariant: an entry is written before the computation of any token that may attend to it (index <=
 position). Entries beyond a row's last position, such as prefill padding or tokens of an earlier
