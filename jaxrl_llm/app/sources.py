@@ -301,6 +301,11 @@ class Rollouts:
         f'{where}follow.share: {follow.share}, but the order {self.sampler.order!r} depends on '
         'results, which differ between the runs; remove share, and give each run another seed'
       )
+    if follow.share[1] > 1 and self.sampler.schedule:
+      raise UserError(
+        f'{where}follow.share: {follow.share}, but with sampler.schedule the drawn tasks depend on '
+        'the batches of each run; remove share, and give each run another seed'
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 from jaxrl_llm.core.errors import RunError
@@ -31,7 +31,12 @@ class WaitExpired(RunError):
 
 
 async def bounded(
-  awaitable: Awaitable[T], *, name: str, owner: str, waits_for: str, deadline_s: float
+  awaitable: Awaitable[T],
+  *,
+  name: str,
+  owner: str,
+  waits_for: str | Callable[[], str],
+  deadline_s: float,
 ) -> T:
   """Awaits `awaitable` within `limit` and returns its result.
 
@@ -69,7 +74,7 @@ async def gathered(
 
 @contextlib.asynccontextmanager
 async def limit(
-  *, name: str, owner: str, waits_for: str, deadline_s: float
+  *, name: str, owner: str, waits_for: str | Callable[[], str], deadline_s: float
 ) -> AsyncIterator[asyncio.Timeout]:
   """Limits the duration of a block.
 
@@ -79,7 +84,8 @@ async def limit(
   Args:
     name: name of the wait in the message and in `docs/develop/waits.md`.
     owner: the waiting party, for the message.
-    waits_for: the party or event waited for, and what to inspect, for the message.
+    waits_for: the party or event waited for, and what to inspect, for the message; or a function
+      that returns it at the deadline.
     deadline_s: seconds from the start of the block to the deadline.
   """
   try:
@@ -89,7 +95,8 @@ async def limit(
     if not running.expired():
       raise
     _dump_stacks()
-    raise WaitExpired(f'{_line(name, owner, waits_for, deadline_s)}; stacks are above') from None
+    missing = waits_for() if callable(waits_for) else waits_for
+    raise WaitExpired(f'{_line(name, owner, missing, deadline_s)}; stacks are above') from None
 
 
 @contextlib.contextmanager

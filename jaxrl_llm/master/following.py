@@ -22,6 +22,8 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -38,6 +40,7 @@ from jaxrl_llm.master.exploring.selection import Experience, experience_rows
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import SegmentError
 from jaxrl_llm.replay.shared import (
+  Opening,
   SharedBatch,
   SharedBatches,
   SharedGroup,
@@ -110,16 +113,18 @@ class _Run:
     self.attempt: int | None = None
     self.step = 0
     """Attempt and step of the next shared batch to read."""
-    self.draws = ''
-    """How the run draws its tasks; see `replay.shared.Opening`."""
-    self.read = 0
-    """Number of batches that have been read."""
+    self.latest = 0
+    """Number of the run's batch that was read last, where the batches of all runs are numbered from
+    1 in the order in which they were read; 0 if none was read.
+    """
+    self.opening: Opening | None = None
+    """Newest opening of the run; None before the run's first start."""
 
   def to_json(self) -> Json:
-    return [self.store, self.attempt, self.step, self.read]
+    return [self.store, self.attempt, self.step, self.latest]
 
-  def restore(self, store: str, attempt: int | None, step: int, read: int = 0) -> None:
-    self.store, self.attempt, self.step, self.read = store, attempt, step, read
+  def restore(self, store: str, attempt: int | None, step: int, latest: int = 0) -> None:
+    self.store, self.attempt, self.step, self.latest = store, attempt, step, latest
 
   def has_next(self) -> bool:
     """Returns whether the run has shared the next batch to read."""
@@ -134,6 +139,14 @@ class _Run:
       for started, steps in self.shared.steps().items()
       for step in steps
     )
+
+  def draws_as(self, other: _Run) -> bool:
+    """Returns whether both runs draw some of the same tasks with the same random numbers."""
+    if self.opening is None or other.opening is None or self.opening.seed is None:
+      return False
+    (index, count), (of_other, count_of_other) = self.opening.share, other.opening.share
+    overlap = (index - of_other) % math.gcd(count, count_of_other) == 0
+    return self.opening.seed == other.opening.seed and overlap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +228,10 @@ class FollowedBatches:
     try:
       yield
     finally:
-      self._writer.drop(_uids(self._waiting), 'given up')
+      # A batch that was recorded is not completed if the run ends in between.
+      live = {entry.uid for entry in self._store.live()}
+      given_up = [uid for uid in _uids(self._waiting) if uid in live]
+      self._writer.drop(given_up, 'given up')
       for run in self._runs:
         run.shared.close()
 
@@ -238,10 +254,7 @@ class FollowedBatches:
       self._collect(),
       name='collect',
       owner='the loop',
-      waits_for=(
-        f'{config.groups_per_batch} groups of {self._awaited()} '
-        '(rollout.collect_deadline_s); is it running, and does it follow this run?'
-      ),
+      waits_for=self._awaited,
       deadline_s=config.deadline_s,
     )
     members = [member for group in self._batch for member in group.members]
@@ -284,8 +297,6 @@ class FollowedBatches:
       )
     for run, cursor in zip(self._runs, cursors):
       run.restore(*cursor)
-    for run in self._runs[len(cursors) :]:  # Otherwise, only the new runs would be read for long.
-      run.read = min(known.read for known in self._runs[: len(cursors)])
     self._recent = {key: _Place(*place) for key, place in state['recent'].items()}
     self._waiting = [self._recall(*group) for group in state['waiting']]
     self._completed = state
@@ -316,10 +327,13 @@ class FollowedBatches:
       self._expire()
       if len(self._waiting) >= self._config.groups_per_batch:
         return False
-      run = self._turn()
+      turns = sorted(self._runs, key=lambda run: run.latest)
+      readable = turns[:1] if self._config.order == 'turns' else turns
+      run = next(filter(_Run.has_next, readable), None)
       if run is None:
         return False
       self._copy(run, self._read(run))
+      self.clock_decisions += run is not turns[0]
     except (SegmentError, _Unreadable) as error:
       # The other run may be restarting, or someone may still restore the file.
       if str(error) != self._warned:
@@ -334,21 +348,20 @@ class FollowedBatches:
     except UserError as error:
       raise _Unreadable(str(error)) from None
 
-  def _turn(self) -> _Run | None:
-    """Returns the run whose next batch is read now: the one with the fewest batches read, or the
-    first of several. Returns None if that batch has not been shared.
-    """
-    first = min(self._runs, key=lambda run: run.read)
-    if self._config.order == 'turns' or first.has_next():
-      return first if first.has_next() else None
-    earlier = min(filter(_Run.has_next, self._runs), key=lambda run: run.read, default=None)
-    self.clock_decisions += earlier is not None
-    return earlier
-
   def _awaited(self) -> str:
-    """Returns the key and directory of the run that is next, for messages."""
-    where = min(self._runs, key=lambda run: run.read).where
-    return f'the run that {where} names' if len(self._runs) == 1 else f'a run of {where}'
+    """Returns what the next batch waits for, and what to inspect, for the message."""
+    where, count = f'{self._config.where}.run', self._config.groups_per_batch
+    if len(self._runs) == 1:
+      runs = f'of the run that {where} names'
+    elif self._config.order == 'turns':
+      directory = min(self._runs, key=lambda run: run.latest).shared.directory
+      runs = f'of the runs that {where} names, next of the run with the store {directory}'
+    else:
+      runs = f'of any of the runs that {where} names'
+    return (
+      f'{count} groups {runs} (rollout.collect_deadline_s); is it running, and does it follow this '
+      'run?'
+    )
 
   def _locate(self, run: _Run) -> None:
     """Finds the next batch of a run to read, and drops its groups that became void.
@@ -372,8 +385,7 @@ class FollowedBatches:
           f'{run.where}: has another vocabulary; start both runs from the same checkpoint, '
           'or use the same tasksets and policy.tokenizer'
         )
-    if openings:
-      run.draws = openings[-1].draws
+    run.opening = openings[-1] if openings else None
     place = next_batch(openings, attempt, run.step)
     if place is None:
       return
@@ -386,13 +398,13 @@ class FollowedBatches:
     """Raises UserError if two runs draw the same tasks with the same random numbers, because they
     would share the same rollouts.
     """
-    by_draws: dict[str, _Run] = {}
-    for run in self._runs:
-      if run.draws and (other := by_draws.setdefault(run.draws, run)) is not run:
+    for other, run in itertools.combinations(self._runs, 2):
+      if run.draws_as(other):
         raise UserError(
-          f'{run.where}: draws the same tasks as {other.shared.directory} ({run.draws}); '
-          'give each explorer another source.follow.share, such as (0, 2) and (1, 2), or another '
-          'seed'
+          f'{run.where}: draws the same tasks as {other.shared.directory} (both have seed '
+          f'{run.opening.seed}, and their shares are {run.opening.share} and '
+          f'{other.opening.share}); give each explorer another source.follow.share, such as (0, 2) '
+          'and (1, 2), or another seed'
         )
 
   def _drop_voided(self, run: _Run, before: int, starts: Sequence[tuple[int, int]]) -> None:
@@ -442,7 +454,7 @@ class FollowedBatches:
           self._admit(batch, group, copy)
           copies.append(copy)
     run.step += 1
-    run.read += 1
+    run.latest = max(other.latest for other in self._runs) + 1
     self._waiting += copies
     self._recent = {
       key: place

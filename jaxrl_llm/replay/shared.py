@@ -63,10 +63,10 @@ class Opening:
   """Step of the first batch that the run shares after this start."""
   vocabulary: str
   """Digest of the tokenizer's vocabulary (`vocabulary_digest`)."""
-  draws: str = ''
-  """Seed and share that determine which tasks the run draws and with which random numbers. Two runs
-  with the same text generate the same rollouts. Empty in files of earlier program versions.
-  """
+  seed: int | None = None
+  """Seed of the run's draws and random numbers. None in files of earlier program versions."""
+  share: tuple[int, int] = (0, 1)
+  """Index and count of the run's share of the drawn tasks (`TaskSampler`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,7 +236,15 @@ class SharedBatches:
     found = sorted(
       (int(match[1]), name) for name in self._names() if (match := _OPENING.fullmatch(name))
     )
-    return [self._parse(name, Opening) for _, name in found]
+    openings = [self._parse(name, Opening) for _, name in found]
+    for opening, (_, name) in zip(openings, found):
+      index, count = opening.share
+      if not 0 <= index < count:
+        raise UserError(
+          f'{self.directory / SHARED / name}: has share {opening.share}, wanted an index below the '
+          'count; restore the file'
+        )
+    return openings
 
   def steps(self) -> dict[int, list[int]]:
     """Returns the steps of the batches that each start of the run has shared, in ascending order,

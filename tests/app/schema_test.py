@@ -28,7 +28,7 @@ from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.master.exploring.selection import SelectionConfig
 from jaxrl_llm.models.spec import LoraConfig
 from jaxrl_llm.rewards.api import RewardsConfig, ScorerConfig
-from jaxrl_llm.tasks.sampler import SamplerConfig
+from jaxrl_llm.tasks.sampler import LaterWeights, SamplerConfig
 
 
 @pytest.fixture(scope='module')
@@ -174,6 +174,18 @@ STORED = Stored(stages=('a',), tasksets=('t',), sequences_per_batch=10)
           rollout_only=True,
           follow=FollowConfig(run='r', share=(0, 2)),
           sampler=SamplerConfig(order='prioritised'),
+        )
+      ),
+      'stages.s.source.follow.share',
+    ),
+    (
+      lambda: stage(
+        rollouts(
+          rollout_only=True,
+          follow=FollowConfig(run='r', share=(0, 2)),
+          sampler=SamplerConfig(
+            weights={'t': 1.0}, schedule=(LaterWeights(from_batch=1, weights={'t': 2.0}),)
+          ),
         )
       ),
       'stages.s.source.follow.share',

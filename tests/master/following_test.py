@@ -12,6 +12,7 @@ import logs
 import pytest
 import sharing
 
+from jaxrl_llm.batching.plan import StepPlan
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.sample import encode
 from jaxrl_llm.core.waits import WaitExpired
@@ -430,6 +431,8 @@ def test_what_one_of_several_runs_makes_void_leaves_the_others_alone(
 def test_a_run_that_shares_nothing_delays_the_others_only_in_turns(
   tokenizer, tmp_path, store_name, order
 ):
+  """A batch consists of the groups of two shared batches."""
+
   async def work():
     await sharing.explore(tokenizer, tmp_path / 'first', [0] * 2, run=store_name, share=(0, 2))
     own = sharing.Follower(
@@ -437,13 +440,13 @@ def test_a_run_that_shares_nothing_delays_the_others_only_in_turns(
       tmp_path / 'own',
       tmp_path / 'first',
       tmp_path / 'second',
+      groups_per_batch=4,
       order=order,
       bound=9,
       deadline_s=0.2,
       sleep=asyncio.sleep,
     )
     async with own.batches.running():
-      await own.train(1)
       with contextlib.ExitStack() as refused:
         if order == 'turns':
           refused.enter_context(pytest.raises(WaitExpired, match=str(tmp_path / 'second')))
@@ -452,22 +455,115 @@ def test_a_run_that_shares_nothing_delays_the_others_only_in_turns(
     return own
 
   own = run(work())
-  assert own.batches.clock_decisions == (order == 'arrival')
-  assert len(own.taken) == 1 + (order == 'arrival')
+  assert own.batches.clock_decisions == len(own.taken) == (order == 'arrival')
 
 
-def test_runs_that_draw_the_same_tasks_are_refused(tokenizer, tmp_path, store_name):
+def test_a_run_that_shares_again_after_a_pause_does_not_displace_the_others(
+  tokenizer, tmp_path, store_name
+):
   others = tmp_path / 'first', tmp_path / 'second'
 
   async def work():
-    for other in others:
-      await sharing.explore(tokenizer, other, [0], run=store_name, draws='seed 1, share 0 of 1')
+    await sharing.explore(tokenizer, others[0], [0] * 6, run=store_name, share=(0, 2))
+    damaged = next(others[0].rglob('00000001-*.json'))
+    content, looks = damaged.read_bytes(), []
+    damaged.write_bytes(b'')
+
+    async def sleep(seconds):
+      looks.append(seconds)
+      if len(looks) == 3:
+        damaged.write_bytes(content)
+
+    own = sharing.Follower(
+      tokenizer, tmp_path / 'own', *others, order='arrival', bound=9, sleep=sleep
+    )
+    async with own.batches.running():
+      await own.train(3)
+      assert len(looks) == 3 and own.batches.clock_decisions == 2  # Not the batch of its turn.
+      await sharing.explore(tokenizer, others[1], [0] * 3, run=store_name, share=(1, 2))
+      await own.train(6)
+    own.store.close()
+    return own
+
+  own = run(work())
+  assert [groups[0] for groups in shares(tmp_path, own.taken)] == [
+    *['first'] * 3,
+    *['second', 'first'] * 3,
+  ]
+
+
+@pytest.mark.parametrize('share', [(0, 1), (0, 2), (1, 3), (2, 4)])
+def test_runs_that_draw_the_same_tasks_are_refused(tokenizer, tmp_path, store_name, share):
+  others = tmp_path / 'first', tmp_path / 'second'
+
+  async def work():
+    for other, part in zip(others, ((0, 2), share)):
+      await sharing.explore(tokenizer, other, [0], run=store_name, seed=1, share=part)
     own = sharing.Follower(tokenizer, tmp_path / 'own', *others)
     async with own.batches.running():
       await own.train(1)
 
   with pytest.raises(UserError, match=r'draws the same tasks as .*first.*source\.follow\.share'):
     run(work())
+
+
+@pytest.mark.parametrize(('share', 'seed'), [((0, 2), 2), ((0, 2), None), ((1, 2), 1), ((1, 4), 1)])
+def test_runs_with_other_tasks_or_another_seed_are_followed(
+  tokenizer, tmp_path, store_name, share, seed
+):
+  others = tmp_path / 'first', tmp_path / 'second'
+
+  async def work():
+    await sharing.explore(tokenizer, others[0], [0], run=store_name, seed=1, share=(0, 2))
+    await sharing.explore(tokenizer, others[1], [0], run=store_name, seed=seed, share=share)
+    own = sharing.Follower(tokenizer, tmp_path / 'own', *others)
+    await own.train(1)
+    own.store.close()
+
+  run(work())
+
+
+def test_an_opening_without_a_valid_share_is_damaged(tokenizer, tmp_path, store_name):
+  async def work():
+    await sharing.explore(tokenizer, tmp_path / 'other', [0], run=store_name, seed=1)
+    (path,) = tmp_path.glob('other/**/attempt-*.json')
+    path.write_text(json.dumps(json.loads(path.read_text()) | {'share': [0, 0]}))
+
+    async def sleep(seconds):
+      await asyncio.sleep(0.01)
+
+    own = sharing.Follower(
+      tokenizer, tmp_path / 'own', tmp_path / 'other', sleep=sleep, deadline_s=0.2
+    )
+    async with own.batches.running():
+      with logs.absl_lines() as lines, pytest.raises(WaitExpired):
+        await own.train(1)
+    own.store.close()
+    return lines
+
+  (line,) = [line for line in run(work()) if 'stages.learn.source: waiting' in line]
+  assert 'has share (0, 0)' in line
+
+
+def test_a_run_may_end_between_the_record_of_a_batch_and_its_completion(
+  tokenizer, tmp_path, store_name
+):
+  async def work():
+    await sharing.explore(tokenizer, tmp_path / 'other', [0], run=store_name)
+    own = sharing.Follower(
+      tokenizer, tmp_path / 'own', tmp_path / 'other', groups_per_batch=1, bound=9
+    )
+    with pytest.raises(asyncio.CancelledError):
+      async with own.batches.running():
+        own.batches.advance(0, 0)
+        rows, _ = await own.batches.next()
+        own.batches.record(StepPlan(step=0, stage='learn', rows=tuple(rows)))
+        raise asyncio.CancelledError
+    own.store.close()
+
+  run(work())
+  states = check(tmp_path / 'own').states
+  assert states['trained'] == 2 and states['dropped'] == 2
 
 
 def test_a_resumed_run_follows_one_more_run_but_not_fewer(tokenizer, tmp_path, store_name):

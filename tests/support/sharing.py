@@ -30,14 +30,14 @@ def version_at(run: str, step: int) -> SharedVersion:
 
 
 async def explore(
-  tokenizer, directory, versions, *, run, start=0, state=None, share=(0, 1), draws=''
+  tokenizer, directory, versions, *, run, start=0, state=None, share=(0, 1), seed=None
 ):
   """Explores batches of two groups of two samples, from step `start` on.
 
   Args:
     versions: for each batch, the follower's step whose weights generate it.
     run: name of the follower's store.
-    draws: how the run says that it draws its tasks.
+    seed: seed that the run states in its opening.
 
   Returns:
     The states, keyed by number of completed batches; and the experiences of each batch.
@@ -50,7 +50,8 @@ async def explore(
       attempt=store.attempt,
       step=start,
       vocabulary=vocabulary_digest(tokenizer.vocabulary),
-      draws=draws,
+      seed=seed,
+      share=share,
     ),
   )
   store.recover(start)

@@ -120,13 +120,13 @@ def _open_shared(setup: Setup, prepared: Prepared, store: ReplayStore, step: int
   """
   for stage, stage_config in zip(setup.stages, setup.config.stages, strict=True):
     if stage.follows:
-      index, count = stage_config.source.share
       opening = Opening(
         store=store.name,
         attempt=store.attempt,
         step=max(step, stage.start),
         vocabulary=vocabulary_digest(prepared.tokenizer.vocabulary),
-        draws=f'seed {setup.config.seed}, share {index} of {count}',
+        seed=setup.config.seed,
+        share=stage_config.source.share,
       )
       write_opening(store.directory, opening)
 
