@@ -102,7 +102,7 @@ def evaluations(command: list[str]) -> list[tuple[float, int, float]]:
   """Runs a command. Returns (seconds since its start, step, accuracy) of each evaluation that it
   prints.
   """
-  began, found, lines = time.perf_counter(), [], []
+  began, printed, lines = time.perf_counter(), [], []
   with subprocess.Popen(
     command,
     stdout=subprocess.PIPE,
@@ -113,43 +113,43 @@ def evaluations(command: list[str]) -> list[tuple[float, int, float]]:
     for line in process.stdout:
       lines.append(line)
       if match := _EVALUATION.search(line):
-        found.append((time.perf_counter() - began, int(match[1]), float(match[2])))
-        print(f'  {found[-1][0]:7.1f} s, step {match[1]}: {match[2]}', flush=True)
+        printed.append((time.perf_counter() - began, int(match[1]), float(match[2])))
+        print(f'  {printed[-1][0]:7.1f} s, step {match[1]}: {match[2]}', flush=True)
   if process.returncode:
     raise SystemExit(''.join(lines[-30:]) + f'{command[1]}: exit {process.returncode}')
-  return found
+  return printed
 
 
-def seconds_to(accuracy: float, found: list[tuple[float, int, float]]) -> float:
+def seconds_to(accuracy: float, printed: list[tuple[float, int, float]]) -> float:
   """Returns the seconds to the first evaluation of at least this accuracy; inf if there is none."""
-  return min((at for at, _, reached in found if reached >= accuracy), default=float('inf'))
+  return min((at for at, _, reached in printed if reached >= accuracy), default=float('inf'))
 
 
 def compare(folder: pathlib.Path) -> None:
-  own = [sys.executable, __file__, f'--steps={_STEPS.value}']
-  own.append(f'--evaluate_every={_EVALUATE_EVERY.value}')
+  here = [sys.executable, __file__, f'--steps={_STEPS.value}']
+  here.append(f'--evaluate_every={_EVALUATE_EVERY.value}')
   if not (folder / 'sft' / 'hf').exists():
-    subprocess.run([*own, 'sft', str(folder)], check=True, capture_output=True)
+    evaluations([*here, 'sft', str(folder)])  # It prints none of this stage.
   write_job(folder)
   trl = [f'{_PEERS.value}/bin/python', str(_ROOT / 'benchmarks/peers/trl_job.py'), str(folder)]
   for number in range(_ROUNDS.value):
     sides = {}
     for name, command in (
       ('TRL', trl),
-      ('here', [*own, 'grpo', str(folder), str(folder / f'grpo-{number}')]),
+      ('here', [*here, 'grpo', str(folder), str(folder / f'grpo-{number}')]),
     ):
       print(f'{name}:', flush=True)
       sides[name] = evaluations(command)
     print('| accuracy | TRL | here | ratio |\n|---|---|---|---|')
     for accuracy in map(float, _ACCURACIES.value):
-      there, here = (seconds_to(accuracy, sides[name]) for name in ('TRL', 'here'))
-      print(f'| {accuracy} | {there:.1f} s | {here:.1f} s | {there / here:.2f} |')
-    last = {name: found[-1] for name, found in sides.items()}
-    there, here = last['TRL'], last['here']
-    print(
-      f'| the last step: {there[2]}, {here[2]} | {there[0]:.1f} s | {here[0]:.1f} s | '
-      f'{there[0] / here[0]:.2f} |'
-    )
+      row(accuracy, *(seconds_to(accuracy, sides[name]) for name in ('TRL', 'here')))
+    last = [sides[name][-1] for name in ('TRL', 'here')]
+    accuracies = ' and '.join(f'{accuracy}' for _, _, accuracy in last)
+    row(f'the last step ({accuracies})', *(at for at, _, _ in last))
+
+
+def row(name: object, there: float, here: float) -> None:
+  print(f'| {name} | {there:.1f} s | {here:.1f} s | {there / here:.2f} |')
 
 
 def main(argv: list[str]) -> None:
