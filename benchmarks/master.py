@@ -421,7 +421,9 @@ async def share(sockets: list[str], folder: pathlib.Path, tokenizer, *, follower
       for step in range(_STEPS.value + 1):
         batches.advance(step, step)
         rows, _ = await batches.next()
-        batches.trained(StepPlan(step=step, stage='grpo', rows=tuple(rows)))
+        plan = StepPlan(step=step, stage='grpo', rows=tuple(rows))
+        batches.record(plan)
+        batches.trained(plan)
   store.close()
 
 

@@ -59,8 +59,10 @@ async def by_length_to_end(
     # Wait 'stored': bounded by the function.
     return await asyncio.shield(work)
   except asyncio.CancelledError:
-    # Wait 'stored': bounded by the function.
-    await asyncio.wait([work])
+    while not work.done():
+      with contextlib.suppress(asyncio.CancelledError):  # Cancelled once more.
+        # Wait 'stored': bounded by the function.
+        await asyncio.wait([work])
     raise
 
 

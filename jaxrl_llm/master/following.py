@@ -146,7 +146,8 @@ class _Run:
       return False
     (index, count), (of_other, count_of_other) = self.opening.share, other.opening.share
     overlap = (index - of_other) % math.gcd(count, count_of_other) == 0
-    return self.opening.seed == other.opening.seed and overlap
+    sequences = [(opening.seed, opening.tasks) for opening in (self.opening, other.opening)]
+    return sequences[0] == sequences[1] and overlap
 
 
 @dataclasses.dataclass(frozen=True)

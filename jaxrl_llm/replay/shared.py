@@ -67,6 +67,8 @@ class Opening:
   """Seed of the run's draws and random numbers. None in files of earlier program versions."""
   share: tuple[int, int] = (0, 1)
   """Index and count of the run's share of the drawn tasks (`TaskSampler`)."""
+  tasks: str = ''
+  """Digest of the tasks and of the configuration of their order (`tasks.sampler.order_digest`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

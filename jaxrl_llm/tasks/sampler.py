@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -284,6 +285,13 @@ def _copies(prompts: Sequence[str]) -> list[tuple[int, int]]:
     ranks.append((seen[prompt], counts[prompt]))
     seen[prompt] += 1
   return ranks
+
+
+def order_digest(tasksets: Sequence[Taskset], config: SamplerConfig) -> str:
+  """Returns a digest of what determines, together with a seed, which tasks are drawn."""
+  tasks = [task for taskset in tasksets for task in taskset.tasks]
+  order = json.dumps(to_json(config), sort_keys=True)
+  return xxhash.xxh3_128_hexdigest(f'{order}\n{_fingerprint(tasks)}'.encode())
 
 
 def _fingerprint(tasks: Sequence[Task]) -> str:

@@ -507,15 +507,24 @@ def test_runs_that_draw_the_same_tasks_are_refused(tokenizer, tmp_path, store_na
     run(work())
 
 
-@pytest.mark.parametrize(('share', 'seed'), [((0, 2), 2), ((0, 2), None), ((1, 2), 1), ((1, 4), 1)])
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'share': (0, 2), 'seed': 2},
+    {'share': (0, 2), 'seed': None},
+    {'share': (0, 2), 'seed': 1, 'tasks': 'others'},
+    {'share': (1, 2), 'seed': 1},
+    {'share': (1, 4), 'seed': 1},
+  ],
+)
 def test_runs_with_other_tasks_or_another_seed_are_followed(
-  tokenizer, tmp_path, store_name, share, seed
+  tokenizer, tmp_path, store_name, fields
 ):
   others = tmp_path / 'first', tmp_path / 'second'
 
   async def work():
     await sharing.explore(tokenizer, others[0], [0], run=store_name, seed=1, share=(0, 2))
-    await sharing.explore(tokenizer, others[1], [0], run=store_name, seed=seed, share=share)
+    await sharing.explore(tokenizer, others[1], [0], run=store_name, **fields)
     own = sharing.Follower(tokenizer, tmp_path / 'own', *others)
     await own.train(1)
     own.store.close()

@@ -30,14 +30,23 @@ def version_at(run: str, step: int) -> SharedVersion:
 
 
 async def explore(
-  tokenizer, directory, versions, *, run, start=0, state=None, share=(0, 1), seed=None
+  tokenizer,
+  directory,
+  versions,
+  *,
+  run,
+  start=0,
+  state=None,
+  share=(0, 1),
+  seed=None,
+  tasks='',
 ):
   """Explores batches of two groups of two samples, from step `start` on.
 
   Args:
     versions: for each batch, the follower's step whose weights generate it.
     run: name of the follower's store.
-    seed: seed that the run states in its opening.
+    seed, tasks: what the run states in its opening.
 
   Returns:
     The states, keyed by number of completed batches; and the experiences of each batch.
@@ -52,6 +61,7 @@ async def explore(
       vocabulary=vocabulary_digest(tokenizer.vocabulary),
       seed=seed,
       share=share,
+      tasks=tasks,
     ),
   )
   store.recover(start)

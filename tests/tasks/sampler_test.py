@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_llm.core.errors import UserError
 from jaxrl_llm.core.records.task import Task
-from jaxrl_llm.tasks.sampler import LaterWeights, SamplerConfig, TaskSampler
+from jaxrl_llm.tasks.sampler import LaterWeights, SamplerConfig, TaskSampler, order_digest
 from jaxrl_llm.tasks.taskset import Taskset
 
 
@@ -62,6 +62,16 @@ def test_samplers_divide_one_sequence_of_tasks_by_shares(fields):
   assert draw(again, 5) == draw(shares[1], 5)
   with pytest.raises(UserError, match='share'):
     sampler(share=(2, 3), **fields).restore(shares[1].state())
+
+
+def test_the_digest_of_an_order_is_that_of_its_tasks_and_configuration():
+  shuffled, sequential = SamplerConfig(), SamplerConfig(order='sequential')
+  digests = [
+    order_digest(sets, config)
+    for sets in (SETS, SETS[:1], [taskset('a', *'pqrt'), SETS[1]])
+    for config in (shuffled, sequential)
+  ]
+  assert len(set(digests)) == 6 and order_digest(SETS, SamplerConfig()) == digests[0]
 
 
 def test_a_state_from_before_shares_is_that_of_the_whole_sequence():

@@ -47,6 +47,7 @@ from jaxrl_llm.runtime.log.writers import open_writers
 from jaxrl_llm.runtime.machine import CompilationCounter, Heartbeat, resources
 from jaxrl_llm.runtime.progress import ProgressDisplay
 from jaxrl_llm.runtime.writers import EvalsWriter, MetricsWriter, RolloutsWriter
+from jaxrl_llm.tasks.sampler import order_digest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,13 +121,16 @@ def _open_shared(setup: Setup, prepared: Prepared, store: ReplayStore, step: int
   """
   for stage, stage_config in zip(setup.stages, setup.config.stages, strict=True):
     if stage.follows:
+      source = stage_config.source
+      tasksets = [prepared.tasksets[name] for name in source.tasksets]
       opening = Opening(
         store=store.name,
         attempt=store.attempt,
         step=max(step, stage.start),
         vocabulary=vocabulary_digest(prepared.tokenizer.vocabulary),
         seed=setup.config.seed,
-        share=stage_config.source.share,
+        share=source.share,
+        tasks=order_digest(tasksets, source.sampler),
       )
       write_opening(store.directory, opening)
 

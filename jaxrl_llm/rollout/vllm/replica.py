@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.core.errors import UserError
+from jaxrl_llm.core.errors import UserError, first_cause
 from jaxrl_llm.core.net.client import Lost, Malformed, Refused, RemoteError
 from jaxrl_llm.core.process_clock import ProcessClock
 from jaxrl_llm.core.types import Version
@@ -425,13 +425,18 @@ class Replica:
     """
     longest = self.max_length - 1  # The server samples one token after the sequence.
 
-    async def logprobs(sequence: np.ndarray) -> np.ndarray:
-      return await self.client.prompt_logprobs(sequence[:longest].tolist(), deadline_s=deadline_s)
+    turns = asyncio.Semaphore(1 if alone else len(probe.sequences))
 
-    if alone:
-      answers = [await logprobs(sequence) for sequence in probe.sequences]
-    else:
-      answers = await asyncio.gather(*map(logprobs, probe.sequences))
+    async def logprobs(sequence: np.ndarray) -> np.ndarray:
+      async with turns:
+        return await self.client.prompt_logprobs(sequence[:longest].tolist(), deadline_s=deadline_s)
+
+    try:
+      async with asyncio.TaskGroup() as requests:
+        tasks = [requests.create_task(logprobs(sequence)) for sequence in probe.sequences]
+    except BaseExceptionGroup as errors:
+      raise first_cause(errors) from None
+    answers = [task.result() for task in tasks]
     worst = float(np.abs(np.stack(answers) - probe.logprobs[:, :longest]).max())
     if not worst <= tolerance:
       raise Unproven(
