@@ -62,7 +62,8 @@ def staged(workdir: pathlib.Path, step: int) -> Iterator[Mapping[str, pathlib.Pa
 
 def _matches(workdir: pathlib.Path, patterns: tuple[str, ...]) -> list[pathlib.Path]:
   files = {file for pattern in patterns for file in workdir.glob(pattern) if file.is_file()}
-  return sorted(files)
+  # A file that is still being written, such as that of an evaluation, may be renamed at any moment.
+  return sorted(file for file in files if file.suffix != '.tmp')
 
 
 def archiver(
