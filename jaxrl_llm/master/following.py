@@ -23,7 +23,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -37,10 +36,10 @@ from jaxrl_llm.core.types import Json, Version
 from jaxrl_llm.core.waits import bounded
 from jaxrl_llm.master.batches import step_rows, with_digests
 from jaxrl_llm.master.exploring.selection import Experience, experience_rows
+from jaxrl_llm.master.followed_run import FollowedRun, Place
 from jaxrl_llm.replay.index import ReplayStore
 from jaxrl_llm.replay.segments import SegmentError
 from jaxrl_llm.replay.shared import (
-  Opening,
   SharedBatch,
   SharedBatches,
   SharedGroup,
@@ -88,75 +87,12 @@ class FollowedConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-  """Place of a group in the shared batches."""
-
-  attempt: int
-  """Attempt (start of the other run) that shared the group."""
-  step: int
-  """Step of the shared batch that contained the group."""
-  run: int = 0
-  """Number of the other run. Commits written when only one run could be followed lack it."""
-
-
-class _Run:
-  """A run that this run follows, and the position in its shared batches."""
-
-  def __init__(self, number: int, shared: SharedBatches, where: str):
-    """
-    Args:
-      where: configuration key of the run, and its directory if there are several, for messages.
-    """
-    self.number, self.shared, self.where = number, shared, where
-    self.store = ''
-    """Name of the run's store; empty before the run's first start."""
-    self.attempt: int | None = None
-    self.step = 0
-    """Attempt and step of the next shared batch to read."""
-    self.latest = 0
-    """Number of the run's batch that was read last, where the batches of all runs are numbered from
-    1 in the order in which they were read; 0 if none was read.
-    """
-    self.opening: Opening | None = None
-    """Newest opening of the run; None before the run's first start."""
-
-  def to_json(self) -> Json:
-    return [self.store, self.attempt, self.step, self.latest]
-
-  def restore(self, store: str, attempt: int | None, step: int, latest: int = 0) -> None:
-    self.store, self.attempt, self.step, self.latest = store, attempt, step, latest
-
-  def has_next(self) -> bool:
-    """Returns whether the run has shared the next batch to read."""
-    return self.attempt is not None and self.step in self.shared.steps().get(self.attempt, ())
-
-  def unread(self) -> int:
-    """Returns the number of shared batches that have not been read."""
-    return sum(
-      self.attempt is None
-      or started > self.attempt
-      or (started == self.attempt and step >= self.step)
-      for started, steps in self.shared.steps().items()
-      for step in steps
-    )
-
-  def draws_as(self, other: _Run) -> bool:
-    """Returns whether both runs draw some of the same tasks with the same random numbers."""
-    if self.opening is None or other.opening is None or self.opening.seed is None:
-      return False
-    (index, count), (of_other, count_of_other) = self.opening.share, other.opening.share
-    overlap = (index - of_other) % math.gcd(count, count_of_other) == 0
-    sequences = [(opening.seed, opening.tasks) for opening in (self.opening, other.opening)]
-    return sequences[0] == sequences[1] and overlap
-
-
-@dataclasses.dataclass(frozen=True)
 class _Group:
   """A copied group that has not been trained on."""
 
   uids: tuple[tuple[str, ...], ...]
   """uids of the steps of each trajectory."""
-  place: _Place
+  place: Place
   key: str
   version: int
   """Step of the oldest weights that generated a trained token of the group."""
@@ -205,7 +141,7 @@ class FollowedBatches:
     self.clock_decisions = 0
     key = f'{config.where}.run'
     self._runs = [
-      _Run(number, batches, key if len(shared) == 1 else f'{key}, {batches.directory}')
+      FollowedRun(number, batches, key if len(shared) == 1 else f'{key}, {batches.directory}')
       for number, batches in enumerate(shared)
     ]
     self._config, self._store = config, store
@@ -215,7 +151,7 @@ class FollowedBatches:
     self._visits: dict[str, int] | None = None
     """Number of copied groups of each task, keyed by the task's uid."""
     self._waiting: list[_Group] = []
-    self._recent: dict[str, _Place] = {}
+    self._recent: dict[str, Place] = {}
     """Place of each trained group, keyed by the group's key. Contains only groups that another run
     may still make void.
     """
@@ -298,7 +234,7 @@ class FollowedBatches:
       )
     for run, cursor in zip(self._runs, cursors):
       run.restore(*cursor)
-    self._recent = {key: _Place(*place) for key, place in state['recent'].items()}
+    self._recent = {key: Place(*place) for key, place in state['recent'].items()}
     self._waiting = [self._recall(*group) for group in state['waiting']]
     self._completed = state
 
@@ -330,7 +266,7 @@ class FollowedBatches:
         return False
       turns = sorted(self._runs, key=lambda run: run.latest)
       readable = turns[:1] if self._config.order == 'turns' else turns
-      run = next(filter(_Run.has_next, readable), None)
+      run = next(filter(FollowedRun.has_next, readable), None)
       if run is None:
         return False
       self._copy(run, self._read(run))
@@ -343,7 +279,7 @@ class FollowedBatches:
       return False
     return True
 
-  def _read(self, run: _Run) -> SharedBatch:
+  def _read(self, run: FollowedRun) -> SharedBatch:
     try:
       return run.shared.read(run.attempt, run.step)
     except UserError as error:
@@ -364,7 +300,7 @@ class FollowedBatches:
       'run?'
     )
 
-  def _locate(self, run: _Run) -> None:
+  def _locate(self, run: FollowedRun) -> None:
     """Finds the next batch of a run to read, and drops its groups that became void.
 
     Raises UserError if the run's store has been replaced or its vocabulary differs.
@@ -408,7 +344,7 @@ class FollowedBatches:
           'and (1, 2), or another seed'
         )
 
-  def _drop_voided(self, run: _Run, before: int, starts: Sequence[tuple[int, int]]) -> None:
+  def _drop_voided(self, run: FollowedRun, before: int, starts: Sequence[tuple[int, int]]) -> None:
     """Drops the waiting groups of void batches, and counts the groups of void batches that this run
     has already trained on.
 
@@ -417,7 +353,7 @@ class FollowedBatches:
       starts: (attempt, first step) of each later start of the other run.
     """
 
-    def void(place: _Place) -> bool:
+    def void(place: Place) -> bool:
       return place.run == run.number and any(
         later > place.attempt and begin <= place.step for later, begin in starts
       )
@@ -443,7 +379,7 @@ class FollowedBatches:
   def _is_old(self, version: int) -> bool:
     return self._writer.step - version > self._config.bound
 
-  def _copy(self, run: _Run, batch: SharedBatch) -> None:
+  def _copy(self, run: FollowedRun, batch: SharedBatch) -> None:
     """Copies those groups of a shared batch that this run can train on, in one transaction."""
     # Everything is read before anything changes, so that an unreadable batch can be read again.
     read = [(group, run.shared.samples(group)) for group in batch.groups if self._wants(group)]
@@ -471,7 +407,7 @@ class FollowedBatches:
 
   def _own_group(
     self,
-    run: _Run,
+    run: FollowedRun,
     batch: SharedBatch,
     group: SharedGroup,
     trajectories: Sequence[Sequence[Sample]],
@@ -503,10 +439,12 @@ class FollowedBatches:
       return None
     self._visits[task.uid] = visit + 1
     uids = tuple(tuple(step.uid for step in member.steps) for member in members)
-    place = _Place(batch.attempt, batch.step, run.number)
+    place = Place(batch.attempt, batch.step, run.number)
     return _Group(uids, place, group.key, version, members)
 
-  def _check(self, run: _Run, group: SharedGroup, trajectories: Sequence[Sequence[Sample]]) -> None:
+  def _check(
+    self, run: FollowedRun, group: SharedGroup, trajectories: Sequence[Sequence[Sample]]
+  ) -> None:
     """Raises UserError if the group's prompt differs from the task's prompt in this run, if a
     trajectory has too many steps, or if the indices of trajectories or steps are inconsistent.
     """
@@ -536,7 +474,7 @@ class FollowedBatches:
       raise UserError(f'{what} has two trajectories with the same index: {sorted(indices)}')
 
   def _versions(
-    self, run: _Run, batch: SharedBatch, steps: Sequence[Sample]
+    self, run: FollowedRun, batch: SharedBatch, steps: Sequence[Sample]
   ) -> dict[int, SharedVersion] | None:
     """Returns the exported versions that generated a trajectory, keyed by the attempt number in the
     trajectory's segments. Returns None if a version is unknown, or if this run was killed and has
@@ -655,7 +593,7 @@ class FollowedBatches:
           masked=rewards[first.uid]['masked'],
         )
       )
-    place = _Place(attempt, step, run)
+    place = Place(attempt, step, run)
     return _Group(tuple(map(tuple, uids)), place, key, version, tuple(members))
 
 
